@@ -1,0 +1,73 @@
+# Everything a clean clone needs, by name. `make` alone prints the list.
+#
+# Two stamps stand for two states of the environment: .runtime (what `chiasm demo` needs) and .dev (and what the tests
+# need). They depend on pyproject.toml and constraints.txt only, so a second `make` installs nothing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# Set PYTEST_ARGS to run a part: make test PYTEST_ARGS="tests/rpc -k status"
+PYTEST_ARGS ?=
+
+# One thread of arithmetic per test process, otherwise the workers fight over the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test check proto proto-baseline bench fmt clean
+
+help:  ## Prints this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by its exact pin: pip then takes a CPU wheel where one is at hand, and the CUDA build elsewhere.
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(PY)
+	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.runtime  ## Sets up .venv and lets the shipped model read a video.
+	$(VENV)/bin/chiasm demo
+
+test: $(VENV)/.dev  ## Sets up .venv and runs all tests.
+	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/buf lint
+	$(VENV)/bin/buf format --diff --exit-code
+	$(VENV)/bin/buf breaking --against proto/baseline.binpb
+	$(PY) -m tools.check_proto
+	$(PY) -m tools.check_readme
+
+proto: $(VENV)/.dev  ## Regenerates chiasm/rpc/v1 from proto/.
+	$(VENV)/bin/buf format --write
+	$(PY) -m tools.make_proto
+
+proto-baseline: $(VENV)/.dev  ## Accepts the wire as it is as the one that later changes must not break.
+	$(VENV)/bin/buf build --exclude-source-info -o proto/baseline.binpb
+
+bench: $(VENV)/.dev  ## Lists the measurements; each prints JSON with the ratio it measures.
+	$(PY) -m benchmarks
+
+fmt: $(VENV)/.dev  ## Formats Python and proto files.
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/buf format --write
+
+clean:  ## Removes the environments and everything built.
+	rm -rf $(VENV) .venv-proto build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

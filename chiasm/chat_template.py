@@ -1,0 +1,111 @@
+"""Turns to token ids: a checkpoint's own template, or ChatML, with user text that can never become control.
+
+A template is rendered with a secret mark in place of every piece of user text and every medium. Only what the template
+itself wrote is searched for control tokens; user text is put back afterwards and encoded as ordinary text, in one string
+with the template's ordinary text around it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jinja2.sandbox
+
+from chiasm.errors import CheckpointError
+from chiasm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of medium number `index` of a request."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message: who speaks, and text and media in order."""
+
+    role: str
+    parts: tuple[str | Slot, ...]
+
+
+Piece: TypeAlias = list[int] | Slot
+"""A run of token ids, or the place of a medium."""
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
+)
+"""Every message in its own frame, no default system prompt."""
+
+
+class ChatTemplate:
+    """A compiled template over one tokenizer.
+
+    Raises CheckpointError if the template cannot be compiled or loses what is put into it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, source: str | None = None, *, where: str = "chat_template") -> None:
+        self._tokenizer = tokenizer
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise
+        try:
+            self._template = environment.from_string(CHATML if source is None else source)
+            self.render([Turn("user", ("probe",))])
+        except jinja2.TemplateError as error:
+            raise CheckpointError(where, [f"the chat template does not render ({error})"]) from None
+
+    def render(self, turns: Sequence[Turn]) -> list[Piece]:
+        """Token ids and slots of the conversation, followed by the opening of the assistant's answer."""
+        nonce = secrets.token_hex(16)
+        parts = [part for turn in turns for part in turn.parts]
+        marks = iter(range(len(parts)))
+        messages = [
+            {"role": turn.role, "content": "".join(f"\x02{nonce}:{next(marks)}\x03" for _ in turn.parts)}
+            for turn in turns
+        ]
+        text = self._template.render(messages=messages, add_generation_prompt=True)
+        pieces = re.split(f"\x02{nonce}:(\\d+)\x03", text)
+        found = [int(mark) for mark in pieces[1::2]]
+        if found != list(range(len(parts))):
+            raise jinja2.TemplateError(f"{len(parts)} parts of a message went in, {found} came out")
+        return self._encode(pieces[::2], parts)
+
+    def _encode(self, written: Sequence[str], parts: Sequence[str | Slot]) -> list[Piece]:
+        """Runs of ordinary text, the template's and the user's together, between control tokens and slots."""
+        pieces: list[Piece] = []
+        ids: list[int] = []
+        text: list[str] = []
+
+        def close() -> None:
+            if text:
+                ids.extend(self._tokenizer.encode("".join(text)))
+                text.clear()
+
+        for i, by_template in enumerate(written):
+            for piece in self._tokenizer.split(by_template):
+                if isinstance(piece, str):
+                    text.append(piece)
+                else:
+                    close()
+                    ids.append(piece)
+            if i < len(parts):
+                part = parts[i]
+                if isinstance(part, str):
+                    text.append(part)
+                else:
+                    close()
+                    pieces.extend(([*ids], part))
+                    ids.clear()
+        close()
+        pieces.append(ids)
+        return [piece for piece in pieces if piece != []]
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)

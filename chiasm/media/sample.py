@@ -1,0 +1,110 @@
+"""Which frames of a video are used: counts shared among videos, indices by number, by range or by time.
+
+Rules that families share, on numbers alone; what a family's limits are it says itself. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from chiasm.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """What a request asks of one video. None means the family's own value.
+
+    Attributes:
+        fps: frames per second of video to use, > 0.
+        min_frames, max_frames: bounds on the number of frames, >= 1.
+        start, end: seconds; only frames in [start, end) are used.
+        timestamps: exact seconds instead of any rate; each gives the frame shown at that time.
+        every_frame: the frames were handed over one by one, with their times: all are used as they are.
+    """
+
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    start: float | None = None
+    end: float | None = None
+    timestamps: tuple[float, ...] | None = None
+    every_frame: bool = False
+
+    def check(self, *, max_frames_limit: int) -> None:
+        """Raises InvalidRequest for a value out of range or two options that contradict each other."""
+        if self.fps is not None and not (0 < self.fps <= 1000):
+            raise _out_of_range("fps", self.fps, "more than 0, at most 1000")
+        for name, value in (("min_frames", self.min_frames), ("max_frames", self.max_frames)):
+            if value is not None and not 1 <= value <= max_frames_limit:
+                raise _out_of_range(name, value, f"1 to {max_frames_limit}")
+        if self.min_frames is not None and self.max_frames is not None and self.min_frames > self.max_frames:
+            raise _conflict(f"min_frames {self.min_frames} is more than max_frames {self.max_frames}")
+        for name, seconds in (("start", self.start), ("end", self.end)):
+            if seconds is not None and not 0 <= seconds <= 1e9:
+                raise _out_of_range(name, seconds, "0 to 1e9 seconds")
+        if self.start is not None and self.end is not None and self.start >= self.end:
+            raise _conflict(f"start {self.start} is not before end {self.end}")
+        if self.timestamps is not None:
+            if any(o is not None for o in (self.fps, self.min_frames, self.max_frames, self.start, self.end)):
+                raise _conflict("timestamps exclude every other sampling option")
+            _check_times(self.timestamps)
+
+
+def share_frames(durations: Sequence[float], total: int) -> list[int]:
+    """Splits `total` frames among videos: one each, the rest in proportion to duration by largest remainder, ties to
+    the earlier video. One each if there are fewer frames than videos. (MOSS-VL's rule.)"""
+    spare = total - len(durations)
+    if spare <= 0:
+        return [1] * len(durations)
+    whole = sum(durations)
+    shares = [spare * d / whole if whole > 0 else spare / len(durations) for d in durations]
+    counts = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (-(shares[i] - counts[i]), i))
+    for i in by_remainder[: spare - sum(counts)]:
+        counts[i] += 1
+    return [1 + count for count in counts]
+
+
+def frames_wanted(duration: float, fps: float, *, least: int, most: int) -> int:
+    """Frames to take of `duration` seconds: ceil(duration * fps), a millionth forgiven, within the bounds."""
+    return min(max(math.ceil(duration * fps - 1e-6), least), most)
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` of `total` frames evenly, both ends included, fractions cut off, none twice."""
+    return np.unique(np.linspace(0, total - 1, count).astype(np.int32)).tolist()
+
+
+def at_times(offsets: Sequence[float], times: Sequence[float]) -> list[int]:
+    """The frame on show at each time. Raises InvalidRequest for a time after the last frame."""
+    indices = np.searchsorted(np.asarray(offsets), np.asarray(times) + 1e-6, side="right") - 1
+    if times and times[-1] > offsets[-1] + 1.0:
+        raise InvalidRequest(
+            "TIMESTAMPS_INVALID",
+            f"time {times[-1]} s is beyond the last frame at {offsets[-1]:.3f} s",
+            facts={"index": len(times) - 1, "seconds": times[-1], "limit": offsets[-1]},
+        )
+    return np.unique(np.maximum(indices, 0)).tolist()
+
+
+def _check_times(times: Sequence[float]) -> None:
+    for i, time in enumerate(times):
+        before = times[i - 1] if i else -1.0
+        if not (0 <= time <= 1e9 and time > before):
+            raise InvalidRequest(
+                "TIMESTAMPS_INVALID", f"timestamp {i} is {time}, times must grow from 0", facts={"index": i}
+            )
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> InvalidRequest:
+    return InvalidRequest(
+        "FIELD_OUT_OF_RANGE", f"{name} is {value}, must be {allowed}", facts={"field": name, "range": allowed}
+    )
+
+
+def _conflict(message: str) -> InvalidRequest:
+    return InvalidRequest("SAMPLING_CONFLICT", message)

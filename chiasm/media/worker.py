@@ -1,0 +1,310 @@
+"""The process in which media are parsed: `python -m chiasm.media.worker <socket> <memory> <files>`.
+
+It assumes that the next file takes it over. So it gives up what it can before it reads one: address space, new files,
+child processes, core dumps, new privileges, the network where the kernel lets it; it dies with its parent, and a job
+may use so much processor time and no more. It holds one job at a time and remembers nothing between two jobs.
+Knows the formats through `image`, `animation` and `video`; never who asked, nor what for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from chiasm.errors import Fact, InvalidRequest
+from chiasm.media import framing
+from chiasm.media.open import Found, check, check_frames, check_same_size, check_seconds
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
+
+# linux/prctl.h, linux/sched.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWUSER = 0x10000000
+
+
+def confine(memory_bytes: int, open_files: int) -> None:
+    """Gives up, for good, what reading a picture does not need.
+
+    The limits are the kernel's own and always hold. `no_new_privs`, dying with the parent and leaving the network are
+    asked for and may be missing (another system, a kernel without user namespaces); they stand behind the limits.
+    """
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_NOFILE, open_files),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+    # After the namespace, which is a new process to the count: from here on neither threads nor children.
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves jobs from the socket until its other end is closed. Returns the exit status."""
+    descriptor, memory_bytes, open_files = (int(argument) for argument in arguments)
+    confine(memory_bytes, open_files)
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as reader:
+        while (job := _receive(reader)) is not None:
+            _serve(connection, *job)
+    return 0
+
+
+def _receive(reader: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
+    prefix = reader.read(framing.PREFIX.size)
+    if len(prefix) < framing.PREFIX.size:
+        return None
+    header, sizes = framing.unpack(reader.read(framing.header_size(prefix)))
+    parts = [reader.read(size) for size in sizes]
+    return None if any(len(part) < size for part, size in zip(parts, sizes, strict=True)) else (header, parts)
+
+
+def _serve(connection: socket.socket, job: dict[str, Any], parts: list[bytes]) -> None:
+    limits = Limits(**{**job["limits"], "formats": frozenset(job["limits"]["formats"])})
+    source, indices = _source(job, parts)
+    _arm(limits.cpu_seconds)
+    try:
+        if job["do"] == "probe":
+            _send_probed(connection, probe(source, limits))
+        else:
+            for event in decode(source, indices, limits):
+                _send(connection, event)
+    except InvalidRequest as error:
+        _send_error(connection, error.reason, error.message, error.facts)
+    except MemoryError:
+        _send_error(connection, *_OUT_OF_MEMORY)
+    except OSError as error:
+        if isinstance(error, (BrokenPipeError, ConnectionError)):
+            raise
+        _send_error(connection, *_UNREADABLE)
+    except Exception:  # Pillow and PyAV raise whatever their parsers trip over; none of their words leave this process
+        _send_error(connection, *_UNREADABLE)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+_OUT_OF_MEMORY: tuple[str, str, dict[str, Fact]] = (
+    "MEDIA_DECODE_FAILED",
+    "Decoding took more memory than one medium may use.",
+    {"cause": "memory_limit"},
+)
+_UNREADABLE: tuple[str, str, dict[str, Fact]] = ("MEDIA_DECODE_FAILED", "The medium is damaged.", {"cause": "damaged"})
+
+
+def _arm(seconds: float) -> None:
+    """Ends this process by SIGPROF after so many seconds of processor time, which waiting for the reader is not."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    # Behind the timer, which a parser that has been taken over could switch off, the kernel's own limit.
+    soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _source(job: dict[str, Any], parts: list[bytes]) -> tuple[MediaSource, list[int]]:
+    *files, packed = parts
+    indices = array("q", packed).tolist()
+    if job["layouts"] is None:
+        return MediaSource(job["kind"], data=files[0]), indices
+    frames = [
+        data if layout is None else RawFrame(data, *layout) for data, layout in zip(files, job["layouts"], strict=True)
+    ]
+    return MediaSource(job["kind"], frames=frames, offsets=job["offsets"]), indices
+
+
+def probe(source: MediaSource, limits: Limits) -> Probed:
+    """What the headers say. Raises InvalidRequest, MemoryError, or whatever a parser raises."""
+    found = check(source, limits)
+    if source.frames is not None:
+        return _probe_list(source, source.frames, found, limits)
+    assert source.data is not None
+    if source.kind == "image":
+        from chiasm.media import image
+
+        return image.probe(source.data, found[0].name, limits)
+    if found[0].group == "image":
+        return _probe_animation(source.data, found[0].name, limits)
+    from chiasm.media import video
+
+    return video.probe(source.data, found[0].name, limits)
+
+
+def _probe_animation(data: bytes, found: str, limits: Limits) -> Probed:
+    from chiasm.media import animation, image
+
+    picture = image.open_picture(data, found, limits)
+    timing = animation.track(found, data, limits)
+    assert timing is not None
+    check_frames(len(timing.seconds), limits)
+    if not timing.seconds:
+        raise InvalidRequest("NO_FRAMES", "The animation holds no frames.", facts={"found": found})
+    duration = sum(timing.seconds)
+    check_seconds(duration, limits)
+    flags = ("untimed_frames",) if timing.untimed else ()
+    offsets = timing.offsets()
+    return Probed("video", picture.height, picture.width, offsets, duration, found, True, len(offsets), flags)
+
+
+def _probe_list(
+    source: MediaSource, frames: Sequence[bytes | RawFrame], found: Sequence[Found], limits: Limits
+) -> Probed:
+    first: tuple[int, int] | None = None
+    flags: set[str] = set()
+    for index, (frame, kind) in enumerate(zip(frames, found, strict=True)):
+        if isinstance(frame, RawFrame):
+            size = (frame.height, frame.width)
+        else:
+            from chiasm.media import image
+
+            try:
+                one = image.probe(frame, kind.name, limits)
+            except InvalidRequest as error:
+                error.facts.setdefault("index", index)
+                raise
+            size = (one.height, one.width)
+            flags.update(one.flags)
+        first = first or size
+        check_same_size(index, first, size)
+    assert first is not None
+    names = sorted({kind.name for kind in found})
+    offsets = tuple(source.offsets) if source.kind == "video" and source.offsets is not None else (0.0,)
+    tail = offsets[-1] - offsets[-2] if len(offsets) > 1 else 0.0
+    duration = offsets[-1] - offsets[0] + tail
+    return Probed(
+        source.kind, *first, offsets, duration, ",".join(names), source.kind == "video", len(frames), tuple(sorted(flags))
+    )
+
+
+def decode(source: MediaSource, indices: Sequence[int], limits: Limits) -> Iterator[Frame | Decoded]:
+    """The wanted frames one by one, then how it ended. Raises InvalidRequest, MemoryError, or what a parser raises."""
+    found = check(source, limits)
+    if source.frames is not None:
+        yield from _decode_list(source, source.frames, found, indices, limits)
+    elif source.kind == "image":
+        from chiasm.media import image
+
+        assert source.data is not None
+        rgb, flags = image.decode(source.data, found[0].name, limits)
+        yield Frame(0, 0.0, rgb)
+        yield Decoded(1, False, flags)
+    elif found[0].group == "image":
+        assert source.data is not None
+        yield from _decode_animation(source.data, found[0].name, indices, limits)
+    else:
+        assert source.data is not None
+        yield from _decode_video(source.data, found[0].name, indices, limits)
+
+
+def _decode_list(
+    source: MediaSource,
+    frames: Sequence[bytes | RawFrame],
+    found: Sequence[Found],
+    indices: Sequence[int],
+    limits: Limits,
+) -> Iterator[Frame | Decoded]:
+    from chiasm.media import image, raw
+
+    offsets = _probe_list(source, frames, found, limits).frame_offsets
+    flags: set[str] = set()
+    for index in indices:
+        frame = frames[index]
+        if isinstance(frame, RawFrame):
+            rgb = raw.to_rgb(frame)
+        else:
+            try:
+                rgb, altered = image.decode(frame, found[index].name, limits)
+            except InvalidRequest as error:
+                error.facts.setdefault("index", index)
+                raise
+            flags.update(altered)
+        yield Frame(index, offsets[index], rgb)
+    yield Decoded(len(indices), False, tuple(sorted(flags)))
+
+
+def _decode_animation(data: bytes, found: str, indices: Sequence[int], limits: Limits) -> Iterator[Frame | Decoded]:
+    from chiasm.media import animation
+
+    timing = animation.track(found, data, limits)
+    assert timing is not None
+    offsets = timing.offsets()
+    got = 0
+    scaled_any = False
+    wanted = [index for index in indices if index < len(offsets)]
+    for index, rgb, scaled in animation.play(data, found, timing, wanted, limits):
+        got += 1
+        scaled_any |= scaled
+        yield Frame(index, offsets[index], rgb)
+    flags = ("size_changed",) if scaled_any else ()
+    yield _ended(got, len(indices), found, limits, False, flags)
+
+
+def _decode_video(data: bytes, found: str, indices: Sequence[int], limits: Limits) -> Iterator[Frame | Decoded]:
+    from chiasm.media import video
+
+    ending = video.Ending()
+    for index, offset, rgb in video.decode(data, found, indices, limits, ending):
+        yield Frame(index, offset, rgb)
+    flags = ("size_changed",) if ending.size_changed else ()
+    yield _ended(ending.got, len(indices), ending.codec, limits, ending.truncated, flags)
+
+
+def _ended(
+    got: int, planned: int, codec: str, limits: Limits, truncated: bool, flags: tuple[str, ...]
+) -> Decoded:
+    """Enough of the planned frames came, or the whole medium is refused: what is missing is never filled in."""
+    if got == 0 or got < limits.min_decoded_share * planned:
+        raise InvalidRequest(
+            "MEDIA_DECODE_FAILED",
+            f"The video is damaged: {got} of {planned} planned frames decoded.",
+            facts={"codec": codec, "frames_got": got, "frames_claimed": planned},
+        )
+    return Decoded(got, truncated or got < planned, flags)
+
+
+def _send_probed(connection: socket.socket, probed: Probed) -> None:
+    offsets = array("d", probed.frame_offsets).tobytes()
+    header = {
+        "is": "probed",
+        "kind": probed.kind,
+        "height": probed.height,
+        "width": probed.width,
+        "duration": probed.duration,
+        "found": probed.found,
+        "animated": probed.animated,
+        "frames_in_file": probed.frames_in_file,
+        "flags": probed.flags,
+    }
+    connection.sendall(framing.pack(header, [len(offsets)]) + offsets)
+
+
+def _send(connection: socket.socket, event: Frame | Decoded) -> None:
+    if isinstance(event, Decoded):
+        header = {"is": "decoded", "frames": event.frames, "truncated": event.truncated, "flags": event.flags}
+        connection.sendall(framing.pack(header))
+        return
+    height, width, _ = event.rgb.shape
+    header = {"is": "frame", "index": event.index, "offset": event.offset, "height": height, "width": width}
+    connection.sendall(framing.pack(header, [event.rgb.nbytes]))
+    connection.sendall(memoryview(event.rgb).cast("B"))
+
+
+def _send_error(connection: socket.socket, reason: str, message: str, facts: dict[str, Fact]) -> None:
+    connection.sendall(framing.pack({"is": "error", "reason": reason, "message": message, "facts": facts}))
+
+
+if __name__ == "__main__":
+    # Only frees memory by ending: interpreter shutdown with half-read media is nobody's business.
+    os._exit(main(sys.argv[1:]))

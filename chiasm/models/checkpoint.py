@@ -1,0 +1,175 @@
+"""A checkpoint directory in Hugging Face layout: its JSON files, its tensors, its identity.
+
+`config.json`, `model.safetensors` or an index with shards, `tokenizer.json` and a chat template where there are any. Code
+in a checkpoint is never run: `auto_map` is not looked at. What the numbers mean is the family's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import blake3
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from chiasm.errors import CheckpointError
+from chiasm.models.reading import read_json
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+_FINGERPRINT_FILE = "chiasm.json"
+_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, read from disk one at a time.
+
+    Raises CheckpointError for a shard that is absent or broken, or that lacks a tensor the index promises.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.where = directory.name
+        index = directory / "model.safetensors.index.json"
+        single = directory / "model.safetensors"
+        if index.exists():
+            promised = read_json(index).get("weight_map")
+            if not isinstance(promised, dict):
+                raise CheckpointError(self.where, [f"{index.name} has no weight_map"])
+        elif single.exists():
+            promised = None
+        else:
+            raise CheckpointError(self.where, [f"neither {single.name} nor {index.name} is there"])
+        self._shards: dict[str, safe_open] = {}  # by tensor name; a shard stays mapped while this object lives
+        problems = []
+        for file in sorted(set(promised.values())) if promised is not None else [single.name]:
+            if Path(file).name != file:
+                problems.append(f"{index.name} names a file outside the folder")
+                continue
+            try:
+                shard = safe_open(directory / file, framework="pt")
+                held = set(shard.keys())
+            except (OSError, SafetensorError) as error:
+                problems.append(f"{file} cannot be read ({type(error).__name__})")
+                continue
+            wanted = held if promised is None else {name for name, place in promised.items() if place == file}
+            problems += [f"{file} lacks {name}, which {index.name} promises" for name in sorted(wanted - held)]
+            problems += [f"{file} holds {name}, which {index.name} does not list" for name in sorted(held - wanted)]
+            self._shards |= dict.fromkeys(held, shard)
+        if problems:
+            raise CheckpointError(self.where, problems)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._shards[name].get_tensor(name)
+        return tensor
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """safetensors type name and shape, without reading the data."""
+        part = self._shards[name].get_slice(name)
+        return part.get_dtype(), tuple(part.get_shape())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+class Checkpoint:
+    """One directory, opened. Raises CheckpointError if it is none."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise CheckpointError(directory.name, ["is not a folder"])
+        self.directory = directory
+        self.where = directory.name
+        self.config = read_json(directory / "config.json")
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        return Tensors(self.directory)
+
+    @property
+    def architecture(self) -> str:
+        """The one architecture config.json names."""
+        named = self.config.get("architectures")
+        if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+            raise CheckpointError(self.where, [f"architectures is {named!r}, must name one"])
+        return named[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type the checkpoint says it is stored in (`dtype`, or `torch_dtype` in older files)."""
+        name = self.config.get("dtype") or self.config.get("torch_dtype")
+        found = getattr(torch, name, None) if isinstance(name, str) else None
+        if found not in _TYPES:
+            raise CheckpointError(self.where, [f"dtype is {name!r}, must be one of bfloat16, float16, float32"])
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def processor_files(self) -> dict[str, dict[str, object]]:
+        """The preprocessing files that are there, by name."""
+        paths = [self.directory / name for name in _PROCESSOR_FILES]
+        return {path.name: read_json(path) for path in paths if path.exists()}
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        path = self.directory / "tokenizer.json"
+        return path if path.exists() else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's own template: `chat_template.jinja`, or inside tokenizer_config.json."""
+        path = self.directory / "chat_template.jinja"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+        path = self.directory / "tokenizer_config.json"
+        template = read_json(path).get("chat_template") if path.exists() else None
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(self.where, ["chat_template in tokenizer_config.json is no single template"])
+        return template
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hex digits that name these weights with this configuration.
+
+        The digest of every tensor and of config.json; or, for a folder that holds one half only, what was written beside it
+        when it was cut from the whole (`split`), so that halves of one checkpoint know each other.
+        """
+        path = self.directory / _FINGERPRINT_FILE
+        if path.exists():
+            written = read_json(path).get("fingerprint")
+            if not isinstance(written, str) or len(written) != 64:
+                raise CheckpointError(self.where, [f"{_FINGERPRINT_FILE} holds no fingerprint"])
+            return written
+        digest = blake3.blake3(b"chiasm checkpoint v1\0", max_threads=blake3.blake3.AUTO)
+        _feed(digest, json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted(self.tensors):
+            dtype, shape = self.tensors.describe(name)
+            _feed(digest, json.dumps([name, dtype, shape]).encode())
+            tensor = self.tensors[name].contiguous()
+            _feed(digest, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        return digest.hexdigest()
+
+
+def _feed(digest: blake3.blake3, data: bytes | memoryview) -> None:
+    """Length first, so that no two sequences of pieces read the same."""
+    digest.update(len(data).to_bytes(8, "little"))
+    digest.update(data)
+
+
+def split(checkpoint: Checkpoint, names: set[str], target: Path) -> None:
+    """Writes a folder that holds only the tensors `names` of a checkpoint, with its JSON files and its fingerprint.
+
+    Made for halves: the encoder's folder holds no language model and the decoder's no vision transformer.
+    """
+    target.mkdir(parents=True)
+    save_file({name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}, target / "model.safetensors")
+    for path in checkpoint.directory.iterdir():
+        if path.suffix in {".json", ".jinja", ".txt"} and not path.name.endswith(".index.json"):
+            (target / path.name).write_bytes(path.read_bytes())
+    (target / _FINGERPRINT_FILE).write_text(json.dumps({"fingerprint": checkpoint.fingerprint}), encoding="utf-8")

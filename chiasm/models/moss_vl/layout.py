@@ -1,0 +1,81 @@
+"""How MOSS-VL writes a conversation: ChatML, a pad token for an image, time-stamped pads for a video. No torch.
+
+An image is its pad alone. A video is `<|vision_start|>`, per frame `<|time_start|>`1.2 seconds`<|time_end|>` and the pad,
+then `<|vision_end|>`. A frame of a growing timeline is a region of its own. (The model's published processor.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chiasm.chat_template import ChatTemplate, Piece, Turn
+from chiasm.errors import CheckpointError
+from chiasm.models.family import SizedMedium
+from chiasm.models.moss_vl.config import Config
+from chiasm.tokenizer import Tokenizer
+
+_TIME = ("<|time_start|>", "<|time_end|>")
+_TURN = ("<|im_start|>", "<|im_end|>")
+SILENCE = "<|silence|>"
+RESPONSE = "<|response|>"
+
+
+class MossVLPrompt:
+    """`Prompt` of one checkpoint.
+
+    Raises CheckpointError listing every control token that the tokenizer lacks or numbers otherwise than config.json.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, template: str | None) -> None:
+        problems = [f"has no {name}" for name in (*_TIME, *_TURN) if name not in tokenizer.control]
+        for name, token in (
+            ("<|image_pad|>", config.image_token_id),
+            ("<|video_pad|>", config.video_token_id),
+            ("<|vision_start|>", config.vision_start_token_id),
+            ("<|vision_end|>", config.vision_end_token_id),
+        ):
+            if tokenizer.control.get(name) != token:
+                problems.append(f"numbers {name} {tokenizer.control.get(name)}, config.json {token}")
+        if tokenizer.vocab_size > config.text.vocab_size:
+            problems.append(f"has {tokenizer.vocab_size} ids, config.json {config.text.vocab_size}")
+        if problems:
+            raise CheckpointError("tokenizer.json", problems)
+        self._config = config
+        self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, template)
+        self._time = [tokenizer.control[name] for name in _TIME]
+        self._turn = [tokenizer.control[name] for name in _TURN]
+        self.silence_id = tokenizer.control.get(SILENCE)
+        self.response_id = tokenizer.control.get(RESPONSE)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset({self._turn[1]})
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        return frozenset({self._config.image_token_id, self._config.video_token_id})
+
+    def turns(self, turns: Sequence[Turn]) -> list[Piece]:
+        return self._template.render(turns)
+
+    def medium(self, medium: SizedMedium) -> list[list[int] | int]:
+        if medium.kind == "image":
+            return [0]
+        pieces: list[list[int] | int] = []
+        before = [self._config.vision_start_token_id]
+        for number, offset in enumerate(medium.offsets):
+            pieces += [before + self._stamp(offset), number]
+            before = []
+        return [*pieces, [self._config.vision_end_token_id]]
+
+    def frame(self, offset: float) -> tuple[list[int], list[int]]:
+        return [self._config.vision_start_token_id, *self._stamp(offset)], [self._config.vision_end_token_id]
+
+    def spliced(self, text: str) -> list[int]:
+        start, end = self._turn
+        encode = self.tokenizer.encode
+        return [end, *encode("\n"), start, *encode(f"user\n{text}"), end, *encode("\n"), start, *encode("assistant\n")]
+
+    def _stamp(self, offset: float) -> list[int]:
+        return [self._time[0], *self.tokenizer.encode(f"{offset:.1f} seconds"), self._time[1]]

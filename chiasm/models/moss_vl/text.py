@@ -1,0 +1,137 @@
+"""MOSS-VL's decoder half: token ids and attached entries to logits. Holds no vision transformer.
+
+Self layers are Qwen3's. At the cross layers' places a token looks at the vision tokens it may see, through gates; a token
+that sees none passes a cross layer unchanged. The query is rotated in every step, prefill and decode alike.
+
+Shape suffixes: N rows of a step, E width, H heads, D head dimension, S vision tokens of one unit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from chiasm.attention.backend import Attention
+from chiasm.layers.mlp import GatedMLP
+from chiasm.layers.norm import RMSNorm
+from chiasm.layers.rope import MultimodalRope, rotate
+from chiasm.layers.self_attention import SelfAttention
+from chiasm.models.family import EntryShape
+from chiasm.models.moss_vl.config import Config, TextConfig
+
+
+class CrossAttention(nn.Module):
+    """The decoder's share of a cross layer's attention: queries and output. Keys and values come attached.
+
+    Args:
+        layer: number among the cross layers from 0: its place in an entry and in the cross pool.
+    """
+
+    def __init__(self, t: TextConfig, *, layer: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = t.head_dim
+        width = t.num_attention_heads * t.head_dim
+        self.q_proj = nn.Linear(t.hidden_size, width, bias=False, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(width, t.hidden_size, bias=False, device=device, dtype=dtype)
+        self.q_norm = RMSNorm(t.head_dim, t.rms_norm_eps, device=device, dtype=dtype)
+
+    def forward(self, x_ne: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
+        rows = x_ne.shape[0]
+        q_nhd = rotate(self.q_norm(self.q_proj(x_ne).view(rows, -1, self.head_dim)), cos_nd, sin_nd)
+        out: Tensor = self.o_proj(attention.attend_cross(q_nhd, layer=self.layer).reshape(rows, -1))
+        return out
+
+
+class _Layer(nn.Module):
+    """What both kinds of layer have: two norms and a gated MLP."""
+
+    def __init__(self, t: TextConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
+        self.mlp = GatedMLP(t.hidden_size, t.intermediate_size, device=device, dtype=dtype)
+
+
+class SelfLayer(_Layer):
+    """A Qwen3 layer."""
+
+    def __init__(self, t: TextConfig, *, layer: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(t, device=device, dtype=dtype)
+        self.self_attn = SelfAttention(
+            t.hidden_size,
+            t.num_attention_heads,
+            t.num_key_value_heads,
+            t.head_dim,
+            layer=layer,
+            eps=t.rms_norm_eps,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, h_ne: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
+        h_ne = h_ne + self.self_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
+        out: Tensor = h_ne + self.mlp(self.post_attention_layernorm(h_ne))
+        return out
+
+
+class CrossLayer(_Layer):
+    """Gated cross-attention and MLP, in the place of a self layer. Both branches are shut for a row that sees nothing."""
+
+    def __init__(self, t: TextConfig, *, layer: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(t, device=device, dtype=dtype)
+        self.cross_attn = CrossAttention(t, layer=layer, device=device, dtype=dtype)
+        self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+
+    def forward(
+        self, h_ne: Tensor, sees_n1: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention
+    ) -> Tensor:
+        crossed = self.cross_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
+        h_ne = h_ne + self.cross_attn_attn_gate.tanh() * sees_n1 * crossed
+        return h_ne + self.cross_attn_mlp_gate.tanh() * sees_n1 * self.mlp(self.post_attention_layernorm(h_ne))
+
+
+class MossVLDecoder(nn.Module):
+    """`DecoderHalf` of MOSS-VL."""
+
+    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        t = config.text
+        self.device = device
+        self.dtype = dtype
+        self.entry_shape = EntryShape(len(t.cross_attention_layers), t.num_key_value_heads, t.head_dim)
+        self.self_layers = len(t.self_attention_layers)
+        self.kv_heads = t.num_key_value_heads
+        self.head_dim = t.head_dim
+        self.vocab_size = t.vocab_size
+        self.max_positions = t.max_position_embeddings
+        self.rope = MultimodalRope(t.head_dim, t.rope_theta, t.mrope_section, device=device)
+        self.embed_tokens = nn.Embedding(t.vocab_size, t.hidden_size, device=device, dtype=dtype)
+        numbers = {kind: iter(range(t.num_hidden_layers)) for kind in (SelfLayer, CrossLayer)}
+        kinds = [CrossLayer if i in t.cross_attention_layers else SelfLayer for i in range(t.num_hidden_layers)]
+        self.layers = nn.ModuleList(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
+        self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
+        self.lm_head = nn.Linear(t.hidden_size, t.vocab_size, bias=False, device=device, dtype=dtype)
+
+    def place(self, entry: Tensor, positions_3t: Tensor) -> Tensor:
+        """(layers, K|V, heads, S, D) with its keys rotated to (3, S) positions; values are left as they are."""
+        cos_sd, sin_sd = self.rope.tables(positions_3t.to(self.device), entry.dtype)
+        keys = entry[:, 0]
+        rotated = rotate(keys.flatten(0, 1).transpose(0, 1), cos_sd, sin_sd).transpose(0, 1).reshape(keys.shape)
+        return torch.stack((rotated, entry[:, 1]), dim=1)
+
+    def forward(
+        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+    ) -> Tensor:
+        h_ne = self.embed_tokens(ids_n)
+        cos_nd, sin_nd = self.rope.tables(positions_3n, h_ne.dtype)
+        sees_n1 = None if sees_n is None else sees_n.to(h_ne.dtype).unsqueeze(-1)
+        for layer in self.layers:
+            if isinstance(layer, CrossLayer):
+                if sees_n1 is not None:
+                    h_ne = layer(h_ne, sees_n1, cos_nd, sin_nd, attention)
+            else:
+                h_ne = layer(h_ne, cos_nd, sin_nd, attention)
+        logits: Tensor = self.lm_head(self.norm(h_ne[logits_at]))
+        return logits

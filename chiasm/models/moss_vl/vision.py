@@ -1,0 +1,125 @@
+"""MOSS-VL's encoder half: frames to the keys and values of every cross layer.
+
+It holds the vision transformer, the joint merger, the separator and the key and value projections of the cross layers; no
+language model. A frame's result depends on its pixels, its grid and the weights alone. Keys are normed and not rotated: the
+rotation depends on the text before the frame, which is the decoder's.
+
+Shape suffixes: P patches, C vision channels, M merged tokens, S vision tokens (merged and separators), E text width,
+K kv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from chiasm.attention.backend import VarlenAttention
+from chiasm.layers.norm import RMSNorm
+from chiasm.layers.vit import Grid, VisionTransformer
+from chiasm.media.patches import normalise, to_patches
+from chiasm.models.moss_vl.config import Config, VisionConfig
+
+
+class JointMerger(nn.Module):
+    """One merger for the last block and all taps: norm each, join on channels, then group 2x2 patches, then project.
+
+    The order matters: a merged row is patch-major, with the levels side by side inside each patch. GELU is exact here.
+    """
+
+    def __init__(self, v: VisionConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        levels = 1 + len(v.deepstack_visual_indexes)
+        self.width = v.hidden_size * levels * v.spatial_merge_size**2
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(v.hidden_size, eps=v.layer_norm_eps, device=device, dtype=dtype) for _ in range(levels)
+        )
+        self.linear_fc1 = nn.Linear(self.width, self.width, device=device, dtype=dtype)
+        self.linear_fc2 = nn.Linear(self.width, v.out_hidden_size, device=device, dtype=dtype)
+
+    def forward(self, levels_pc: Sequence[Tensor]) -> Tensor:
+        """The last block's output, then the taps by ascending block, each (P, C), to (M, E)."""
+        joined = torch.cat([norm(x) for norm, x in zip(self.norms, levels_pc, strict=True)], dim=-1)
+        out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(joined.view(-1, self.width))))
+        return out
+
+
+class CrossingLayer(nn.Module):
+    """What a cross layer does to vision states: keys, normed and not rotated, and values."""
+
+    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        t = config.text
+        self.head_dim = t.head_dim
+        width = t.num_key_value_heads * t.head_dim
+        self.k_proj = nn.Linear(t.hidden_size, width, bias=False, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(t.hidden_size, width, bias=False, device=device, dtype=dtype)
+        self.k_norm = RMSNorm(t.head_dim, t.rms_norm_eps, device=device, dtype=dtype)
+
+    def forward(self, states_se: Tensor) -> Tensor:
+        """(S, E) to (K|V, K, S, D)."""
+        k_skd = self.k_norm(self.k_proj(states_se).view(states_se.shape[0], -1, self.head_dim))
+        v_skd = self.v_proj(states_se).view(states_se.shape[0], -1, self.head_dim)
+        return torch.stack((k_skd, v_skd)).transpose(1, 2)
+
+
+class MossVLEncoder(nn.Module):
+    """`EncoderHalf` of MOSS-VL."""
+
+    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        v = config.vision
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.taps = v.deepstack_visual_indexes
+        self.visual = VisionTransformer(
+            values=v.patch_values,
+            channels=v.hidden_size,
+            intermediate=v.intermediate_size,
+            heads=v.num_heads,
+            depth=v.depth,
+            side=v.position_grid,
+            merge=v.spatial_merge_size,
+            eps=v.layer_norm_eps,
+            rope_theta=v.rope_theta,
+            device=device,
+            dtype=dtype,
+        )
+        self.merger = JointMerger(v, device=device, dtype=dtype)
+        self.separator_token = nn.Parameter(torch.empty(config.text.hidden_size, device=device, dtype=dtype))
+        self.cross = nn.ModuleList(
+            CrossingLayer(config, device=device, dtype=dtype) for _ in config.text.cross_attention_layers
+        )
+
+    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention) -> list[Tensor]:
+        """Resized frames, uint8 RGB (3, height, width) each, to an entry each: (cross layers, K|V, K, S, D)."""
+        v = self.config.vision
+        patches = [to_patches(normalise(f.to(self.device)), v.patch_size, v.spatial_merge_size) for f in frames]
+        grids = [(f.shape[1] // v.patch_size, f.shape[2] // v.patch_size) for f in frames]
+        return self.encode_patches(torch.cat(patches), grids, attention)
+
+    def encode_patches(
+        self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention
+    ) -> list[Tensor]:
+        """Normalised patches (P, values) of `grids`, one frame after another, to an entry per frame."""
+        states_se = self.states(patches_pv, grids, attention)
+        entries = torch.stack([layer(states_se) for layer in self.cross])
+        return list(entries.split([self._tokens(grid) + 1 for grid in grids], dim=3))
+
+    def states(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> Tensor:
+        """(S, E) vision states of all frames: merged tokens, row by row, then the separator, frame by frame."""
+        taps, last = [], None
+        for i, x_pc in enumerate(self.visual(patches_pv.to(self.device, self.dtype), grids, attention)):
+            last = x_pc
+            if i in self.taps:
+                taps.append(x_pc)
+        assert last is not None, "a vision transformer has at least one block"
+        merged_me = self.merger([last, *taps])
+        separator = self.separator_token.unsqueeze(0)
+        return torch.cat([x for frame in merged_me.split([self._tokens(g) for g in grids]) for x in (frame, separator)])
+
+    def _tokens(self, grid: Grid) -> int:
+        return grid[0] * grid[1] // self.config.vision.spatial_merge_size**2

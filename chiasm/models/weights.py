@@ -1,0 +1,122 @@
+"""Weights arrive whole: a table says which tensors a checkpoint has and which parameter each fills.
+
+A family writes its table as data. Loading fails with the full list of what is missing, half-filled, of another shape,
+filled twice or left over. Nothing is skipped in silence but the names of a short written list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from chiasm.errors import CheckpointError
+from chiasm.models.checkpoint import Tensors
+
+HalfName = Literal["encoder", "decoder"]
+
+IGNORED = (re.compile(r".*\brotary_emb\.inv_freq$"),)
+"""Tensors that may be there and are not read: rotary frequencies follow from the configuration."""
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A checkpoint tensor and the rows of the parameter it fills; `rows` None means all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of one half, and the ways in which checkpoints store it: whole, or in parts."""
+
+    half: HalfName
+    parameter: str
+    ways: tuple[tuple[Part, ...], ...]
+
+
+def whole(half: HalfName, parameter: str, name: str, *shape: int) -> Weight:
+    """A parameter stored as one tensor."""
+    return Weight(half, parameter, ((Part(name, shape),),))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """Every tensor of a checkpoint, each in exactly one entry."""
+
+    weights: tuple[Weight, ...]
+
+    def of(self, half: HalfName) -> Iterator[Weight]:
+        return (weight for weight in self.weights if weight.half == half)
+
+    def names(self, half: HalfName | None = None) -> set[str]:
+        """All checkpoint names in any way of storing them, of one half or of both."""
+        chosen = self.weights if half is None else self.of(half)
+        return {part.name for weight in chosen for way in weight.ways for part in way}
+
+
+def load_half(module: nn.Module, half: HalfName, table: WeightTable, tensors: Tensors) -> None:
+    """Fills every parameter of `module` from `tensors`, casting to the parameter's type.
+
+    Raises CheckpointError listing every problem found; the module is then not to be used.
+    """
+    parameters = dict(module.named_parameters())
+    declared = {weight.parameter for weight in table.of(half)}
+    assert declared == set(parameters), f"table and module differ: {sorted(declared ^ set(parameters))}"
+    problems = [
+        f"{name} is not a tensor of this model"
+        for name in sorted(set(tensors) - table.names())
+        if not any(pattern.fullmatch(name) for pattern in IGNORED)
+    ]
+    for weight in table.of(half):
+        way, problem = _way(weight, tensors)
+        if problem:
+            problems.append(problem)
+            continue
+        for part in way:
+            problems += _check(part, tensors)
+    if problems:
+        raise CheckpointError(tensors.where, problems)
+    for weight in table.of(half):
+        way, _ = _way(weight, tensors)
+        _fill(parameters[weight.parameter], way, tensors)
+
+
+def _way(weight: Weight, tensors: Mapping[str, object]) -> tuple[Sequence[Part], str | None]:
+    """The one way in which a weight is stored here, or what is wrong."""
+    complete = [way for way in weight.ways if all(part.name in tensors for part in way)]
+    begun = [part.name for way in weight.ways for part in way if part.name in tensors]
+    if len(complete) == 1 and len(begun) == len(complete[0]):
+        return complete[0], None
+    if complete:
+        return (), f"{weight.ways[0][0].name} is there more than once: {', '.join(begun)}"
+    if begun:
+        wanted = next(way for way in weight.ways if any(part.name in tensors for part in way))
+        missing = [part.name for part in wanted if part.name not in tensors]
+        return (), f"{weight.ways[0][0].name} is half-filled: {', '.join(missing)} missing"
+    return (), f"{weight.ways[0][0].name} is missing"
+
+
+def _check(part: Part, tensors: Tensors) -> list[str]:
+    dtype, shape = tensors.describe(part.name)
+    problems = []
+    if dtype not in _FLOATS:
+        problems.append(f"{part.name} is of type {dtype}: quantised checkpoints are not loaded")
+    if shape != part.shape:
+        problems.append(f"{part.name} has shape {list(shape)}, must have {list(part.shape)}")
+    return problems
+
+
+@torch.no_grad()
+def _fill(parameter: nn.Parameter, way: Sequence[Part], tensors: Tensors) -> None:
+    for part in way:
+        rows = parameter if part.rows is None else parameter[part.rows[0] : part.rows[1]]
+        rows.copy_(tensors[part.name].reshape(rows.shape))

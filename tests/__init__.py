@@ -1,0 +1,1 @@
+"""The tests mirror the tree. `tests.oracles` holds what they compare with."""

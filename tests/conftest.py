@@ -1,0 +1,17 @@
+"""What every test is given, and the one reason for which a test may be skipped: a machine without CUDA."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked `gpu` where no CUDA device answers. torch is loaded only if such a test was collected."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
