@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 
 class UnitName(NamedTuple):
-    """A unit inside one request: the `index`-th unit of the medium in `slot`."""
+    """A unit inside one request: number `unit` of the medium in `slot`."""
 
     slot: int
-    index: int
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Timeline:
         self._visible = array("q")  # units whose placeholder is complete in rows 0..i
         self._dropped = array("q")  # units dropped before row i was laid
         self._units: list[LaidUnit] = []
-        self._names: set[UnitName] = set()
+        self._numbers: dict[UnitName, int] = {}  # place in _units
         self._dropped_now = 0
         self.counter = 0
         """Position the next ordinary token gets, on every axis."""
@@ -102,7 +102,7 @@ class Timeline:
 
         Raises ValueError if a unit of that name is already laid.
         """
-        if name in self._names:
+        if name in self._numbers:
             raise ValueError(f"{name} is laid already")
         first = self._units[-1].last if self._units else 0
         unit = LaidUnit(name, layout, len(self._ids), self.counter, first)
@@ -112,7 +112,7 @@ class Timeline:
             t, h, w = (self.counter + s for s in step)
             self._row(token, (t, h, w), seen + (i == last))
         self._units.append(unit)
-        self._names.add(name)
+        self._numbers[name] = seen
         self.counter += layout.advance
         return unit
 
@@ -141,7 +141,8 @@ class Timeline:
         self._dropped_now = self._dropped[rows]
         for column in (self._ids, *self._positions, self._visible, self._dropped):
             del column[rows:]
-        self._names.difference_update(unit.name for unit in self._units[kept:])
+        for unit in self._units[kept:]:
+            del self._numbers[unit.name]
         del self._units[kept:]
 
     def _row(self, token: int, position: tuple[int, int, int], visible: int) -> None:
@@ -157,6 +158,11 @@ class Timeline:
     def units(self) -> Sequence[LaidUnit]:
         """Units in the order in which they are laid, which is their order among the vision tokens."""
         return self._units
+
+    def find(self, name: UnitName) -> LaidUnit | None:
+        """Where a unit lies, None while it is not laid."""
+        number = self._numbers.get(name)
+        return None if number is None else self._units[number]
 
     @property
     def vision_tokens(self) -> int:

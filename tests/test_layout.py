@@ -20,7 +20,9 @@ def loaded(module: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("module", ["chiasm", "chiasm.errors", "chiasm.rpc.status", "chiasm.rpc.channel", "chiasm.client"])
+@pytest.mark.parametrize(
+    "module", ["chiasm", "chiasm.errors", "chiasm.rpc.status", "chiasm.rpc.channel", "chiasm.client"]
+)
 def test_the_light_parts_load_no_model_library_and_no_decoder(module: str) -> None:
     assert loaded(module).isdisjoint({*HEAVY, *MEDIA})
 

@@ -1,6 +1,6 @@
 """Says whether the committed stubs are what `make proto` would write now.
 
-    python -m tools.check_proto
+python -m tools.check_proto
 """
 
 from __future__ import annotations

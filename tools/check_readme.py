@@ -27,7 +27,7 @@ CHEAP = {("chiasm", "--version"), ("chiasm", "doctor"), ("chiasm", "demo"), ("ma
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command shown in `text`; comments, assignments before it and a trailing pipe are left out.
+    """The words of each command shown in `text`; comments and assignments before it are left out.
 
     Raises:
         ValueError: a command has an open quotation.
@@ -37,12 +37,17 @@ def commands(text: str) -> Iterator[list[str]]:
         for line in joined.splitlines():
             if not line.startswith("$ "):
                 continue
-            for part in re.split(r"&&|\|", line[2:]):
-                words = shlex.split(part, comments=True)
-                while words and re.fullmatch(r"\w+=.*", words[0]):
-                    words = words[1:]
-                if words:
-                    yield words
+            # Operators are words of their own here; inside quotation marks they are text.
+            lexer = shlex.shlex(line[2:], posix=True, punctuation_chars="|&;")
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if word in {"|", "&&", "||", ";", "&"}:
+                    if words:
+                        yield words
+                    words = []
+                elif words or not re.fullmatch(r"\w+=.*", word):
+                    words.append(word)
 
 
 def fault(words: list[str], targets: set[str], binaries: Path) -> str | None:

@@ -26,7 +26,13 @@ GENERATOR = (
     "protobuf==6.33.6",
     "types-protobuf==7.35.1.20260906",
 )
-OUTPUTS = ("--python_out", "--grpc_python_out", "--mypy_out", "--mypy_grpc_out")
+# A servicer that serves a part of its service is a whole class: what it leaves out answers UNIMPLEMENTED.
+OUTPUTS = {
+    "python_out": "",
+    "grpc_python_out": "",
+    "mypy_out": "quiet:",
+    "mypy_grpc_out": "quiet,generate_concrete_servicer_stubs:",
+}
 
 
 def generator() -> Path:
@@ -58,8 +64,7 @@ def generate(out: Path) -> list[Path]:
     python = generator()
     out.mkdir(parents=True, exist_ok=True)
     plugins = [f"--plugin={name}={python.parent / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    # `quiet` is an option of the mypy plugins only; the others write nothing when all goes well.
-    targets = [f"{option}={'quiet:' if 'mypy' in option else ''}{out}" for option in OUTPUTS]
+    targets = [f"--{name}={options}{out}" for name, options in OUTPUTS.items()]
     subprocess.run(
         [python, "-m", "grpc_tools.protoc", f"--proto_path={PROTO}", *plugins, *targets, *sources()], check=True
     )

@@ -119,7 +119,9 @@ def _png(data: bytes) -> Iterator[float | None]:
         at += 12 + size
 
 
-def play(data: bytes, found: str, timing: Track, indices: Sequence[int], limits: Limits) -> Iterator[tuple[int, Rgb, bool]]:
+def play(
+    data: bytes, found: str, timing: Track, indices: Sequence[int], limits: Limits
+) -> Iterator[tuple[int, Rgb, bool]]:
     """The wanted frames, in order: (index, (height, width, 3) uint8, whether it was scaled to the first frame's size).
 
     Stops at the first frame that cannot be decoded, because each may build on the one before.

@@ -13,6 +13,9 @@ import numpy as np
 
 from chiasm.errors import InvalidRequest
 
+MAX_FRAMES = 100_000
+"""More frames of one video than any family takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
@@ -34,13 +37,13 @@ class SamplingOptions:
     timestamps: tuple[float, ...] | None = None
     every_frame: bool = False
 
-    def check(self, *, max_frames_limit: int) -> None:
+    def check(self) -> None:
         """Raises InvalidRequest for a value out of range or two options that contradict each other."""
         if self.fps is not None and not (0 < self.fps <= 1000):
             raise _out_of_range("fps", self.fps, "more than 0, at most 1000")
         for name, value in (("min_frames", self.min_frames), ("max_frames", self.max_frames)):
-            if value is not None and not 1 <= value <= max_frames_limit:
-                raise _out_of_range(name, value, f"1 to {max_frames_limit}")
+            if value is not None and not 1 <= value <= MAX_FRAMES:
+                raise _out_of_range(name, value, f"1 to {MAX_FRAMES}")
         if self.min_frames is not None and self.max_frames is not None and self.min_frames > self.max_frames:
             raise _conflict(f"min_frames {self.min_frames} is more than max_frames {self.max_frames}")
         for name, seconds in (("start", self.start), ("end", self.end)):
@@ -51,6 +54,8 @@ class SamplingOptions:
         if self.timestamps is not None:
             if any(o is not None for o in (self.fps, self.min_frames, self.max_frames, self.start, self.end)):
                 raise _conflict("timestamps exclude every other sampling option")
+            if not self.timestamps:
+                raise _conflict("timestamps are given and none is in them")
             _check_times(self.timestamps)
 
 
@@ -76,19 +81,57 @@ def frames_wanted(duration: float, fps: float, *, least: int, most: int) -> int:
 
 def spread(total: int, count: int) -> list[int]:
     """`count` of `total` frames evenly, both ends included, fractions cut off, none twice."""
-    return np.unique(np.linspace(0, total - 1, count).astype(np.int32)).tolist()
+    return [int(i) for i in np.unique(np.linspace(0, total - 1, count).astype(np.int32))]
 
 
-def at_times(offsets: Sequence[float], times: Sequence[float]) -> list[int]:
-    """The frame on show at each time. Raises InvalidRequest for a time after the last frame."""
-    indices = np.searchsorted(np.asarray(offsets), np.asarray(times) + 1e-6, side="right") - 1
-    if times and times[-1] > offsets[-1] + 1.0:
+def eligible(offsets: Sequence[float], options: SamplingOptions) -> list[int]:
+    """The frames that `options` leave to choose from: those on show at the times named, those in the range, or all.
+
+    Raises InvalidRequest for a time more than a second after the last frame, and for a range that holds no frame.
+    """
+    if options.timestamps is not None:
+        if options.timestamps[-1] > offsets[-1] + 1.0:
+            raise InvalidRequest(
+                "TIMESTAMPS_INVALID",
+                f"time {options.timestamps[-1]} s is beyond the last frame at {offsets[-1]:.3f} s",
+                facts={"index": len(options.timestamps) - 1, "limit": offsets[-1]},
+            )
+        return _on_show(offsets, options.timestamps)
+    start = 0.0 if options.start is None else options.start
+    chosen = [i for i, at in enumerate(offsets) if at >= start and (options.end is None or at < options.end)]
+    if not chosen:
         raise InvalidRequest(
-            "TIMESTAMPS_INVALID",
-            f"time {times[-1]} s is beyond the last frame at {offsets[-1]:.3f} s",
-            facts={"index": len(times) - 1, "seconds": times[-1], "limit": offsets[-1]},
+            "NO_FRAMES",
+            f"no frame is shown from {start} s to {'the end' if options.end is None else f'{options.end} s'}",
+            facts={"start": start, "last": offsets[-1]},
         )
-    return np.unique(np.maximum(indices, 0)).tolist()
+    return chosen
+
+
+def seconds_covered(offsets: Sequence[float], duration: float, options: SamplingOptions) -> float:
+    """Seconds of video that `options` leave to sample from."""
+    end = duration if options.end is None else min(options.end, duration)
+    return max(end - (options.start or 0.0), 0.0) if offsets else 0.0
+
+
+def pick(offsets: Sequence[float], options: SamplingOptions, count: int) -> list[int]:
+    """`count` of the eligible frames: evenly over all of a file, both ends included; of a range those on show at evenly
+    spaced times from its start, the end left out."""
+    chosen = eligible(offsets, options)
+    if options.timestamps is None and options.start is None and options.end is None:
+        return spread(len(offsets), count)
+    if len(chosen) == count:
+        return chosen
+    assert options.timestamps is None, "named times are counted as they are"
+    times = np.linspace(offsets[chosen[0]], offsets[chosen[-1]], count, endpoint=False).tolist()
+    shown = _on_show(offsets, times)
+    return shown if len(shown) == count else [chosen[i] for i in spread(len(chosen), count)]
+
+
+def _on_show(offsets: Sequence[float], times: Sequence[float]) -> list[int]:
+    """The frames on show at those times, each once. A microsecond is forgiven."""
+    indices = np.searchsorted(np.asarray(offsets), np.asarray(times) + 1e-6, side="right") - 1
+    return [int(i) for i in np.unique(np.maximum(indices, 0))]
 
 
 def _check_times(times: Sequence[float]) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import os
 import signal
 import socket
 import sys
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -37,12 +38,20 @@ JOBS_PER_WORKER = 200
 _WALL_FACTOR = 10.0
 _WALL_EXTRA = 30.0
 _MAX_FLAGS = 64
+_DEFAULTS = Limits()
 # Large messages arrive whenever they can; in between, others get the loop.
 _BYTES_PER_TURN = 4 * 2**20
 
 # What a worker may say. Anything else means that it is no longer the program that was started.
 _REASONS = frozenset(
-    "MEDIA_DECODE_FAILED MEDIA_UNSUPPORTED MEDIA_TOO_LARGE NO_FRAMES NO_VIDEO_STREAM FRAME_LAYOUT".split()
+    {
+        "MEDIA_DECODE_FAILED",
+        "MEDIA_UNSUPPORTED",
+        "MEDIA_TOO_LARGE",
+        "NO_FRAMES",
+        "NO_VIDEO_STREAM",
+        "FRAME_LAYOUT",
+    }
 )
 
 
@@ -135,10 +144,9 @@ class Sandbox:
         jobs_per_worker: after so many jobs a worker is replaced.
     """
 
-    def __init__(
-        self, *, workers: int = 1, limits: Limits = Limits(), jobs_per_worker: int = JOBS_PER_WORKER
-    ) -> None:
-        assert workers >= 1 and jobs_per_worker >= 1
+    def __init__(self, *, workers: int = 1, limits: Limits = _DEFAULTS, jobs_per_worker: int = JOBS_PER_WORKER) -> None:
+        assert workers >= 1
+        assert jobs_per_worker >= 1
         self._limits = limits
         self._jobs_per_worker = jobs_per_worker
         self._turns = asyncio.Semaphore(workers)
@@ -190,7 +198,7 @@ class Sandbox:
 
     async def decode(
         self, source: MediaSource, indices: Sequence[int], *, item: str | None = None
-    ) -> AsyncIterator[Frame | Decoded]:
+    ) -> AsyncGenerator[Frame | Decoded, None]:
         """The frames at `indices`, one by one in presentation order, then exactly one `Decoded`.
 
         A worker decodes no further ahead than the socket holds, so a slow reader slows it down. Whoever stops reading
@@ -201,7 +209,9 @@ class Sandbox:
         Raises:
             InvalidRequest: as `probe`; frames that came before it are not to be used.
         """
-        assert indices and indices[0] >= 0 and all(a < b for a, b in zip(indices, indices[1:], strict=False)), indices
+        assert indices, "nothing to decode"
+        assert indices[0] >= 0, indices
+        assert all(a < b for a, b in itertools.pairwise(indices)), indices
         try:
             check(source, self._limits)
             if (frames := _raw_only(source)) is not None:
@@ -220,7 +230,7 @@ class Sandbox:
 
     async def _run(
         self, do: str, source: MediaSource, indices: Sequence[int]
-    ) -> AsyncIterator[Probed | Frame | Decoded]:
+    ) -> AsyncGenerator[Probed | Frame | Decoded, None]:
         """One job, on a second worker if the first one dies of it. Frames already given are not given again."""
         given = 0
         async with self._turns:
@@ -230,12 +240,12 @@ class Sandbox:
                 try:
                     async with aclosing(self._job(worker, do, source, indices)) as events:
                         async for event in events:
+                            if not isinstance(event, Frame):
+                                break
                             seen += 1
                             if seen > given:
                                 given = seen
                                 yield event
-                    self._give_back(worker)
-                    return
                 except InvalidRequest:
                     self._give_back(worker)
                     raise
@@ -243,8 +253,7 @@ class Sandbox:
                     self._end(worker)
                     if isinstance(error, TimeoutError) or await self._ran_out_of_time(worker):
                         raise self._time_limit() from error
-                    if self._closed:
-                        raise RuntimeError("the sandbox was closed") from error
+                    self._demand_open()
                     if attempt == 2:
                         raise InvalidRequest(
                             "POISON_INPUT",
@@ -255,10 +264,17 @@ class Sandbox:
                     # The caller has left in the middle of a job; waiting for its end would cost what nobody reads.
                     self._end(worker)
                     raise
+                else:
+                    self._give_back(worker)
+                    yield event
+                    return
 
-    async def _worker(self) -> _Worker:
+    def _demand_open(self) -> None:
         if self._closed:
             raise RuntimeError("the sandbox is closed")
+
+    async def _worker(self) -> _Worker:
+        self._demand_open()
         while self._idle:
             worker = self._idle.pop()
             if worker.process.returncode is None:
@@ -266,9 +282,9 @@ class Sandbox:
             self._end(worker)
         worker = await _Worker.start(self._limits)
         self._living.add(worker)
-        if self._closed:
+        if self._closed:  # while the process was starting
             self._end(worker)
-            raise RuntimeError("the sandbox was closed")
+        self._demand_open()
         return worker
 
     def _give_back(self, worker: _Worker) -> None:
@@ -300,7 +316,8 @@ class Sandbox:
 
     async def _job(
         self, worker: _Worker, do: str, source: MediaSource, indices: Sequence[int]
-    ) -> AsyncIterator[Probed | Frame | Decoded]:
+    ) -> AsyncGenerator[Probed | Frame | Decoded, None]:
+        """What the worker answers; the last event is the only one that is not a Frame."""
         # The time counts only while the worker is waited for, not while the reader takes its time with a frame.
         left = self._limits.cpu_seconds * _WALL_FACTOR + _WALL_EXTRA
         clock = asyncio.get_running_loop().time
@@ -336,7 +353,7 @@ class Sandbox:
             offset = _seconds(header["offset"])
             _demand(0 < height * width <= self._limits.max_pixels and parts == [height * width * 3])
             rgb = np.empty((height, width, 3), np.uint8)
-            await worker.receive(memoryview(rgb).cast("B"))
+            await worker.receive(rgb.data.cast("B"))
             return Frame(_natural(header["index"]), offset, rgb)
         flags = tuple(str(flag)[:64] for flag in header["flags"][:_MAX_FLAGS])
         if what == "decoded":
@@ -389,10 +406,11 @@ def _message(
     if source.data is not None:
         return header, [source.data, packed]
     assert source.frames is not None
-    header["layouts"] = [
-        [frame.height, frame.width, frame.channels] if isinstance(frame, RawFrame) else None for frame in source.frames
-    ]
-    return header, [*(frame.data if isinstance(frame, RawFrame) else frame for frame in source.frames), packed]
+    frames = source.frames
+    raws = [frame if isinstance(frame, RawFrame) else None for frame in frames]
+    layouts = [None if frame is None else [frame.height, frame.width, frame.channels] for frame in raws]
+    files = [frame.data if isinstance(frame, RawFrame) else frame for frame in frames]
+    return {**header, "layouts": layouts}, [*files, packed]
 
 
 def _raw_only(source: MediaSource) -> list[RawFrame] | None:

@@ -18,7 +18,6 @@ import av
 import av.error
 import numpy as np
 from av.container import InputContainer
-from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Discard, Disposition
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -29,8 +28,12 @@ from chiasm.media.types import Limits, Probed, Rgb
 
 # Decoders are attack surface. These are what cameras, phones, screen recorders and the web produce.
 CODECS = frozenset(
-    "h264 hevc av1 vp8 vp9 mpeg4 mpeg1video mpeg2video h263 mjpeg prores dnxhd ffv1 theora vc1 wmv1 wmv2 wmv3 "
-    "msmpeg4v1 msmpeg4v2 msmpeg4v3 flv1 rawvideo".split()
+    {
+        *("h264", "hevc", "av1", "vp8", "vp9", "theora"),
+        *("mpeg4", "mpeg1video", "mpeg2video", "h263", "flv1"),
+        *("mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"),
+        *("vc1", "wmv1", "wmv2", "wmv3", "msmpeg4v1", "msmpeg4v2", "msmpeg4v3"),
+    }
 )
 _ENCRYPTED_TAGS = frozenset({"encv", "drmi"})
 _QUARTER_TURNS = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 270, (-1, 0, 0, -1): 180, (0, -1, 1, 0): 90}
@@ -43,7 +46,8 @@ class Table:
     Attributes:
         stamps: strictly increasing presentation time stamps, in units of the stream's time base.
         tail: how long the last frame is shown, in the same units.
-        counted: the stamps come from decoding, because the container carries none.
+        counted: frame `i` is the `i`-th that the decoder gives out, because packets do not name it: either the stamps
+            come from decoding, or the container has a clock but no order of presentation.
         dropped: frames whose stamp was not greater than the one before.
         cut: frames that the container's index places beyond the end of the file.
         damaged: packets that the container itself calls corrupt; they are not decoded.
@@ -144,6 +148,7 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
         packets = damaged = 0
         counted = False
         hidden_vp8 = codec_name(stream) == "vp8"
+        unordered = _unordered(found, stream)
         for packet in _packets(container, stream):
             if packet.is_discard:  # outside the edit list: decoded, never shown
                 continue
@@ -154,10 +159,11 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
                 continue
             packets += 1
             check_frames(packets, limits)
-            if packet.pts is None:
+            stamp = packet.dts if unordered else packet.pts
+            if stamp is None:
                 counted = True
                 break
-            stamps[packet.pts] = packet.duration or 0
+            stamps[stamp] = packet.duration or 0
         if not counted:
             cut = 0
             if found == "mov,mp4":
@@ -171,10 +177,16 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
                     raise failed(codec_name(stream), 0)
                 raise InvalidRequest("NO_FRAMES", "The video stream holds no frames.", facts={"found": found})
             ordered = sorted(stamps)
-            table = Table(tuple(ordered), stamps[ordered[-1]], False, packets - len(ordered), cut, damaged)
+            table = Table(tuple(ordered), stamps[ordered[-1]], unordered, packets - len(ordered), cut, damaged)
             check_seconds(_seconds(stream, table), limits)
             return _with_tail(table)
     return _count(data, found, limits)
+
+
+def _unordered(found: str, stream: VideoStream) -> bool:
+    # AVI has no presentation times. With reordered frames the demuxer's are those of storage, and the order in which
+    # the decoder gives frames out is the only true one; the clock is constant, so the n-th shown has the n-th time.
+    return found == "avi" and bool(stream.codec_context.has_b_frames)
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Any]:
@@ -197,7 +209,7 @@ def _count(data: bytes, found: str, limits: Limits) -> Table:
     stamps: list[int] = []
     dropped = [0]
     with open_clip(data, found, limits) as (container, stream):
-        for stamp, _ in _frames(container, stream, limits, dropped):
+        for stamp, _ in _frames(container, stream, limits, dropped=dropped):
             stamps.append(stamp)
             check_frames(len(stamps), limits)
             check_seconds((stamp - stamps[0]) * float(stream.time_base or 0), limits)
@@ -227,16 +239,21 @@ def _offsets(stream: VideoStream, table: Table) -> tuple[float, ...]:
 
 
 def _frames(
-    container: InputContainer, stream: VideoStream, limits: Limits, dropped: list[int]
+    container: InputContainer, stream: VideoStream, limits: Limits, *, unordered: bool = False, dropped: list[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """Decoded frames with their stamps, strictly increasing; the others are counted in `dropped[0]`."""
-    last = -math.inf
+    """Decoded frames with their stamps, strictly increasing; the others are counted in `dropped[0]`.
+
+    unordered: stamps are not looked at; 0, 1, 2, ... takes their place.
+    """
+    last: float = -math.inf
+    shown = 0
     for frame in _decoded(container, stream):
         if frame.width * frame.height > limits.max_pixels:
             raise too_many_pixels(frame.width * frame.height, limits)
-        stamp = frame.pts if frame.pts is not None else frame.dts
         if frame.is_corrupt:
             continue
+        stamp = shown if unordered else frame.dts if frame.pts is None else frame.pts
+        shown += 1
         if stamp is None or stamp <= last:
             dropped[0] += 1
             continue
@@ -278,7 +295,7 @@ def probe(data: bytes, found: str, limits: Limits) -> Probed:
             flags.append(f"sample_aspect_ratio={ratio.numerator}:{ratio.denominator}")
         offsets = _offsets(stream, table)
         duration = _seconds(stream, table)
-        first = next(_frames(container, stream, limits, [0]), None)
+        first = next(_frames(container, stream, limits, unordered=_unordered(found, stream), dropped=[0]), None)
         if first is None:
             raise failed(codec_name(stream), 0, len(offsets))
         turn = rotation(first[1])
@@ -302,7 +319,7 @@ def rotation(frame: VideoFrame) -> int:
     Raises:
         InvalidRequest: MEDIA_UNSUPPORTED for any other angle and for mirrors.
     """
-    side = frame.side_data.get(SideDataType.DISPLAYMATRIX)
+    side: Any = frame.side_data.get("DISPLAYMATRIX")
     if side is None:
         return 0
     a, b, _, c, d = (int(value) for value in np.frombuffer(bytes(side), "=i4", count=5))
@@ -355,7 +372,8 @@ def decode(
         wanted = {index for index in indices if index < len(offsets)}
         size: tuple[int, int] | None = None
         turn = 0
-        for shown, (stamp, frame) in enumerate(_frames(container, stream, limits, [0])):
+        frames = _frames(container, stream, limits, unordered=_unordered(found, stream), dropped=[0])
+        for shown, (stamp, frame) in enumerate(frames):
             check_frames(shown + 1, limits)
             if size is None:
                 size = (frame.width, frame.height)

@@ -24,11 +24,12 @@ from chiasm.media import framing
 from chiasm.media.open import Found, check, check_frames, check_same_size, check_seconds
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
 
-# linux/prctl.h, linux/sched.h
+# linux/prctl.h, linux/sched.h, linux/capability.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUSER = 0x10000000
+_CAPABILITY_VERSION_3 = 0x20080522
 
 
 def confine(memory_bytes: int, open_files: int) -> None:
@@ -49,6 +50,8 @@ def confine(memory_bytes: int, open_files: int) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+        # A new user namespace comes with every capability inside it; these, and root's own, are not needed either.
+        libc.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
     # After the namespace, which is a new process to the count: from here on neither threads nor children.
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
@@ -184,7 +187,14 @@ def _probe_list(
     tail = offsets[-1] - offsets[-2] if len(offsets) > 1 else 0.0
     duration = offsets[-1] - offsets[0] + tail
     return Probed(
-        source.kind, *first, offsets, duration, ",".join(names), source.kind == "video", len(frames), tuple(sorted(flags))
+        source.kind,
+        *first,
+        offsets,
+        duration,
+        ",".join(names),
+        source.kind == "video",
+        len(frames),
+        tuple(sorted(flags)),
     )
 
 
@@ -261,9 +271,7 @@ def _decode_video(data: bytes, found: str, indices: Sequence[int], limits: Limit
     yield _ended(ending.got, len(indices), ending.codec, limits, ending.truncated, flags)
 
 
-def _ended(
-    got: int, planned: int, codec: str, limits: Limits, truncated: bool, flags: tuple[str, ...]
-) -> Decoded:
+def _ended(got: int, planned: int, codec: str, limits: Limits, truncated: bool, flags: tuple[str, ...]) -> Decoded:
     """Enough of the planned frames came, or the whole medium is refused: what is missing is never filled in."""
     if got == 0 or got < limits.min_decoded_share * planned:
         raise InvalidRequest(
@@ -298,7 +306,7 @@ def _send(connection: socket.socket, event: Frame | Decoded) -> None:
     height, width, _ = event.rgb.shape
     header = {"is": "frame", "index": event.index, "offset": event.offset, "height": height, "width": width}
     connection.sendall(framing.pack(header, [event.rgb.nbytes]))
-    connection.sendall(memoryview(event.rgb).cast("B"))
+    connection.sendall(event.rgb.data.cast("B"))
 
 
 def _send_error(connection: socket.socket, reason: str, message: str, facts: dict[str, Fact]) -> None:

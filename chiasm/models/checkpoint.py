@@ -152,7 +152,7 @@ class Checkpoint:
             dtype, shape = self.tensors.describe(name)
             _feed(digest, json.dumps([name, dtype, shape]).encode())
             tensor = self.tensors[name].contiguous()
-            _feed(digest, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            _feed(digest, tensor.reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from chiasm.chat_template import Piece, Turn
-from chiasm.media.sample import SamplingOptions
-from chiasm.media.types import Probed
+from chiasm.errors import InvalidRequest
+from chiasm.media.sample import SamplingOptions, eligible, seconds_covered
+from chiasm.media.types import Kind, Probed
 from chiasm.timeline import UnitLayout
 from chiasm.tokenizer import Tokenizer
 
@@ -33,30 +33,56 @@ Grid = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class SizedMedium:
+class MediumFacts:
+    """What sharing the budgets of a request needs to know of each of its media.
+
+    Attributes:
+        height, width: pixels as shown.
+        frames: frames to choose from; 1 for an image.
+        seconds: of video to sample from; 0 for an image.
+    """
+
+    kind: Kind
+    height: int
+    width: int
+    frames: int
+    seconds: float
+    options: SamplingOptions
+
+    @classmethod
+    def of(cls, probed: Probed, options: SamplingOptions) -> MediumFacts:
+        """Raises InvalidRequest for options that contradict each other or leave no frame."""
+        if probed.kind == "image":
+            if options != SamplingOptions():
+                raise InvalidRequest("UNKNOWN_FIELD", "an image has no frames to sample")
+            return cls("image", probed.height, probed.width, 1, 0.0, options)
+        options.check()
+        frames = len(eligible(probed.frame_offsets, options)) if probed.frame_offsets else 0
+        if not frames:
+            raise InvalidRequest("NO_FRAMES", "the video has no frames")
+        seconds = seconds_covered(probed.frame_offsets, probed.duration, options)
+        return cls("video", probed.height, probed.width, frames, seconds, options)
+
+
+@dataclass(frozen=True, slots=True)
+class MediumPlan:
     """What becomes of one medium once the budgets of its request are shared.
 
     Attributes:
-        indices: frames of the file that are used, in presentation order; a unit each.
-        offsets: seconds of each of them.
+        units: how many units it becomes; for MOSS-VL one per frame used.
         height, width: pixels after resizing.
         grid: patches of each unit.
         tokens: vision tokens of each unit as the decoder counts them.
-        flags: what was altered, for example `upscaled`.
+        upscaled: the frames are enlarged.
     """
 
-    kind: str
-    indices: tuple[int, ...]
-    offsets: tuple[float, ...]
+    kind: Kind
+    units: int
     height: int
     width: int
     grid: Grid
     tokens: int
-    flags: tuple[str, ...] = ()
-
-    @property
-    def units(self) -> int:
-        return len(self.indices)
+    upscaled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +101,10 @@ class Processor(Protocol):
         """Everything about preprocessing that changes an entry, as bytes for the fingerprint."""
         ...
 
-    def size(self, media: Sequence[tuple[Probed, SamplingOptions]]) -> list[SizedMedium]:
+    def size(self, media: Sequence[MediumFacts]) -> list[MediumPlan]:
         """Shares the pixel and frame budgets of a request among its media, all of them at once.
 
-        Raises InvalidRequest for a medium the family cannot take, with `item` None: the caller knows the path.
+        Raises InvalidRequest for a medium the family cannot take, with item `media[i]`.
         """
         ...
 
@@ -106,8 +132,8 @@ class Prompt(Protocol):
         """The rendered template: runs of token ids, and slots where media go."""
         ...
 
-    def medium(self, medium: SizedMedium) -> list[list[int] | int]:
-        """What stands for a medium: token ids, and the numbers of its units where they are laid."""
+    def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
+        """What stands for a medium with units at those seconds: token ids, and numbers of units where they are laid."""
         ...
 
     def frame(self, offset: float) -> tuple[list[int], list[int]]:
@@ -124,6 +150,7 @@ class EncoderHalf(Protocol):
 
     device: torch.device
     dtype: torch.dtype
+    entry_shape: EntryShape
 
     def encode(self, frames: Sequence[Tensor], attention: VarlenAttention) -> list[Tensor]:
         """Resized uint8 RGB frames, each (3, height, width), to entries, each (layers, 2, heads, tokens, dim)."""

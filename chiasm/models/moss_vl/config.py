@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from chiasm.models.family import EntryShape
 from chiasm.models.reading import Reader
 
 ARCHITECTURE = "MossVLForConditionalGeneration"
@@ -88,6 +89,11 @@ class Config:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+
+    @property
+    def entry_shape(self) -> EntryShape:
+        t = self.text
+        return EntryShape(len(t.cross_attention_layers), t.num_key_value_heads, t.head_dim)
 
 
 def read_config(data: dict[str, object], where: str) -> Config:

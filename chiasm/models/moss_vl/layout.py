@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from chiasm.chat_template import ChatTemplate, Piece, Turn
 from chiasm.errors import CheckpointError
-from chiasm.models.family import SizedMedium
+from chiasm.media.types import Kind
 from chiasm.models.moss_vl.config import Config
 from chiasm.tokenizer import Tokenizer
 
@@ -59,12 +59,12 @@ class MossVLPrompt:
     def turns(self, turns: Sequence[Turn]) -> list[Piece]:
         return self._template.render(turns)
 
-    def medium(self, medium: SizedMedium) -> list[list[int] | int]:
-        if medium.kind == "image":
+    def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
+        if kind == "image":
             return [0]
         pieces: list[list[int] | int] = []
         before = [self._config.vision_start_token_id]
-        for number, offset in enumerate(medium.offsets):
+        for number, offset in enumerate(offsets):
             pieces += [before + self._stamp(offset), number]
             before = []
         return [*pieces, [self._config.vision_end_token_id]]

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from chiasm.errors import InvalidRequest
-from chiasm.media.sample import SamplingOptions, at_times, frames_wanted, share_frames, spread
-from chiasm.media.types import Probed
-from chiasm.models.family import SizedMedium
+from chiasm.media.sample import frames_wanted, share_frames
+from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.models.moss_vl.config import Config
 from chiasm.models.reading import Reader
 from chiasm.timeline import UnitLayout
@@ -122,110 +121,93 @@ class MossVLProcessor:
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
-    def size(self, media: Sequence[tuple[Probed, SamplingOptions]]) -> list[SizedMedium]:
-        for i, (probed, options) in enumerate(media):
+    def size(self, media: Sequence[MediumFacts]) -> list[MediumPlan]:
+        for i, facts in enumerate(media):
             try:
-                self._check(probed, options)
+                self._check(facts)
             except InvalidRequest as error:
                 raise error.at(f"media[{i}]") from None
-        images = [probed for probed, _ in media if probed.kind == "image"]
-        image_pixels = sum(p.height * p.width for p in images)
-        videos = [(i, probed, options) for i, (probed, options) in enumerate(media) if probed.kind == "video"]
-        caps = share_frames([probed.duration for _, probed, _ in videos], self.budgets.max_frames)
-        chosen = {
-            i: self._frames(probed, options, cap) for (i, probed, options), cap in zip(videos, caps, strict=True)
-        }
-        video_pixels = sum(len(chosen[i]) * probed.height * probed.width for i, probed, _ in videos)
+        videos = [i for i, facts in enumerate(media) if facts.kind == "video"]
+        caps = share_frames([media[i].seconds for i in videos], self.budgets.max_frames)
+        frames = {i: self._frames(media[i], cap, f"media[{i}]") for i, cap in zip(videos, caps, strict=True)}
+        image_pixels = sum(m.height * m.width for m in media if m.kind == "image")
+        video_pixels = sum(count * media[i].height * media[i].width for i, count in frames.items())
         return [
-            self._video(probed, chosen[i], video_pixels) if i in chosen else self._image(probed, image_pixels)
-            for i, (probed, _) in enumerate(media)
+            self._video(facts, frames[i], video_pixels) if i in frames else self._image(facts, image_pixels)
+            for i, facts in enumerate(media)
         ]
 
-    def _check(self, probed: Probed, options: SamplingOptions) -> None:
-        ratio = max(probed.height, probed.width) / min(probed.height, probed.width)
+    def _check(self, facts: MediumFacts) -> None:
+        ratio = max(facts.height, facts.width) / min(facts.height, facts.width)
         if ratio > MAX_ASPECT_RATIO:
             raise InvalidRequest(
                 "ASPECT_RATIO",
-                f"the sides {probed.width}x{probed.height} are as 1 to {ratio:.1f}, at most 1 to {MAX_ASPECT_RATIO}",
+                f"the sides {facts.width}x{facts.height} are as 1 to {ratio:.1f}, at most 1 to {MAX_ASPECT_RATIO}",
                 facts={"ratio": round(ratio, 3), "limit": MAX_ASPECT_RATIO},
             )
-        if probed.kind == "image":
-            if options != SamplingOptions():
-                raise InvalidRequest("UNKNOWN_FIELD", "an image has no frames to sample")
-            return
         factor = self.config.vision.factor
-        if min(probed.height, probed.width) < factor:
+        if facts.kind == "video" and min(facts.height, facts.width) < factor:
             raise InvalidRequest(
                 "MEDIA_TOO_SMALL",
-                f"a video of {probed.width}x{probed.height} has a side below {factor}",
-                facts={"height": probed.height, "width": probed.width, "min": factor},
+                f"a video of {facts.width}x{facts.height} has a side below {factor}",
+                facts={"height": facts.height, "width": facts.width, "min": factor},
             )
-        if not probed.frame_offsets:
-            raise InvalidRequest("NO_FRAMES", "the video has no frames")
-        options.check(max_frames_limit=self.budgets.max_frames)
 
-    def _frames(self, probed: Probed, options: SamplingOptions, cap: int) -> list[int]:
-        """Frames of one video, `cap` at most."""
-        offsets = probed.frame_offsets
-        if options.every_frame:
-            if len(offsets) > cap:
-                raise _too_many(len(offsets), cap)
-            return list(range(len(offsets)))
-        if options.timestamps is not None:
-            if len(options.timestamps) > cap:
-                raise _too_many(len(options.timestamps), cap)
-            return at_times(offsets, options.timestamps)
-        fps = self.budgets.fps if options.fps is None else options.fps
-        least = self.budgets.min_frames if options.min_frames is None else options.min_frames
-        most = min(cap if options.max_frames is None else min(cap, options.max_frames), self.budgets.frames_by_pixels)
-        if options.start is None and options.end is None:
-            count = frames_wanted(probed.duration, fps, least=least, most=min(most, len(offsets)))
-            return spread(len(offsets), count)
-        start = options.start or 0.0
-        end = min(probed.duration if options.end is None else options.end, probed.duration)
-        if start >= end:
+    def _frames(self, facts: MediumFacts, cap: int, item: str) -> int:
+        """How many frames of one video are used; `cap` is its share of the request's."""
+        o, b = facts.options, self.budgets
+        limit = min(cap, b.frames_by_pixels)
+        if o.every_frame or o.timestamps is not None:
+            if facts.frames > limit:
+                raise InvalidRequest(
+                    "TOO_MANY_ITEMS",
+                    f"{facts.frames} frames are asked for, {limit} are allowed",
+                    item=item,
+                    facts={"got": facts.frames, "limit": limit},
+                )
+            return facts.frames
+        if o.max_frames is not None and o.max_frames > b.max_frames:
             raise InvalidRequest(
-                "NO_FRAMES",
-                f"nothing is left from {start} s on: the video lasts {probed.duration:.3f} s",
-                facts={"start": start, "seconds": probed.duration},
+                "FIELD_OUT_OF_RANGE",
+                f"max_frames is {o.max_frames}, must be 1 to {b.max_frames}",
+                item=item,
+                facts={"field": "max_frames", "got": o.max_frames, "limit": b.max_frames},
             )
-        count = frames_wanted(end - start, fps, least=least, most=min(most, len(offsets)))
-        return at_times(offsets, np.linspace(start, end, count, endpoint=False).tolist())
+        most = min(limit, facts.frames, limit if o.max_frames is None else o.max_frames)
+        least = b.min_frames if o.min_frames is None else o.min_frames
+        return frames_wanted(facts.seconds, b.fps if o.fps is None else o.fps, least=least, most=most)
 
-    def _image(self, probed: Probed, all_pixels: int) -> SizedMedium:
+    def _image(self, facts: MediumFacts, all_pixels: int) -> MediumPlan:
         b = self.budgets
-        share = int(b.multi_image_max_pixels * (probed.height * probed.width / all_pixels))
+        share = int(b.multi_image_max_pixels * (facts.height * facts.width / all_pixels))
         most = min(max(share, b.min_pixels), b.max_pixels)
-        size = resize_image(probed.height, probed.width, self.config.vision.factor, least=b.min_pixels, most=most)
-        return self._sized(probed, [0], size)
+        size = resize_image(facts.height, facts.width, self.config.vision.factor, least=b.min_pixels, most=most)
+        return self._plan(facts, 1, size)
 
-    def _video(self, probed: Probed, indices: Sequence[int], all_pixels: int) -> SizedMedium:
+    def _video(self, facts: MediumFacts, frames: int, all_pixels: int) -> MediumPlan:
         b = self.budgets
-        pixels = len(indices) * probed.height * probed.width
         size = resize_video(
-            len(indices),
-            probed.height,
-            probed.width,
+            frames,
+            facts.height,
+            facts.width,
             self.config.vision.factor,
-            budget=int(b.video_max_pixels * pixels / all_pixels),
+            budget=int(b.video_max_pixels * frames * facts.height * facts.width / all_pixels),
             least=b.min_pixels,
             most=b.max_pixels,
         )
-        return self._sized(probed, indices, size)
+        return self._plan(facts, frames, size)
 
-    def _sized(self, probed: Probed, indices: Sequence[int], size: tuple[int, int]) -> SizedMedium:
+    def _plan(self, facts: MediumFacts, units: int, size: tuple[int, int]) -> MediumPlan:
         height, width = size
         grid = (height // self.config.vision.patch_size, width // self.config.vision.patch_size)
-        upscaled = height * width > probed.height * probed.width
-        return SizedMedium(
-            kind=probed.kind,
-            indices=tuple(indices),
-            offsets=tuple(probed.frame_offsets[i] for i in indices),
+        return MediumPlan(
+            kind=facts.kind,
+            units=units,
             height=height,
             width=width,
             grid=grid,
             tokens=self.unit_layout(grid).vision_tokens,
-            flags=(*probed.flags, *(["upscaled"] if upscaled else [])),
+            upscaled=height * width > facts.height * facts.width,
         )
 
     # -- places ----------------------------------------------------------------------------------------------------
@@ -251,9 +233,3 @@ class MossVLProcessor:
     def _merged(self, grid: tuple[int, int]) -> tuple[int, int]:
         merge = self.config.vision.spatial_merge_size
         return grid[0] // merge, grid[1] // merge
-
-
-def _too_many(got: int, limit: int) -> InvalidRequest:
-    return InvalidRequest(
-        "TOO_MANY_ITEMS", f"{got} frames are asked for, {limit} are allowed", facts={"got": got, "limit": limit}
-    )

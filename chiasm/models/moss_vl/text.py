@@ -16,7 +16,6 @@ from chiasm.layers.mlp import GatedMLP
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
 from chiasm.layers.self_attention import SelfAttention
-from chiasm.models.family import EntryShape
 from chiasm.models.moss_vl.config import Config, TextConfig
 
 
@@ -89,7 +88,8 @@ class CrossLayer(_Layer):
     ) -> Tensor:
         crossed = self.cross_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
         h_ne = h_ne + self.cross_attn_attn_gate.tanh() * sees_n1 * crossed
-        return h_ne + self.cross_attn_mlp_gate.tanh() * sees_n1 * self.mlp(self.post_attention_layernorm(h_ne))
+        fed: Tensor = self.mlp(self.post_attention_layernorm(h_ne))
+        return h_ne + self.cross_attn_mlp_gate.tanh() * sees_n1 * fed
 
 
 class MossVLDecoder(nn.Module):
@@ -100,7 +100,7 @@ class MossVLDecoder(nn.Module):
         t = config.text
         self.device = device
         self.dtype = dtype
-        self.entry_shape = EntryShape(len(t.cross_attention_layers), t.num_key_value_heads, t.head_dim)
+        self.entry_shape = config.entry_shape
         self.self_layers = len(t.self_attention_layers)
         self.kv_heads = t.num_key_value_heads
         self.head_dim = t.head_dim

@@ -75,6 +75,7 @@ class MossVLEncoder(nn.Module):
         self.device = device
         self.dtype = dtype
         self.taps = v.deepstack_visual_indexes
+        self.entry_shape = config.entry_shape
         self.visual = VisionTransformer(
             values=v.patch_values,
             channels=v.hidden_size,

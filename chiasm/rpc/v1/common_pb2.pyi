@@ -1512,7 +1512,9 @@ class Probe(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     FRAMES_IN_FILE_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
-    EXACT_FRAMES_FIELD_NUMBER: _builtins.int
+    ELIGIBLE_FRAMES_FIELD_NUMBER: _builtins.int
+    ELIGIBLE_DURATION_FIELD_NUMBER: _builtins.int
+    LISTED_FIELD_NUMBER: _builtins.int
     ANIMATED_FIELD_NUMBER: _builtins.int
     FLAGS_FIELD_NUMBER: _builtins.int
     kind: Global___MediaKind.ValueType
@@ -1521,8 +1523,12 @@ class Probe(_message.Message):
     """Names the format found, for example `PNG` or `mov,mp4`."""
     frames_in_file: _builtins.int
     """Counts the pictures the file has; more than one of an image when it is animated."""
-    exact_frames: _builtins.int
-    """Counts the frames that `sampling` asks for by time, cut to the medium. Absent where none are named."""
+    eligible_frames: _builtins.int
+    """Counts the frames that `sampling` leaves to choose from: those in its range, or those shown at its exact times.
+    Absent: all of `frames_in_file`.
+    """
+    listed: _builtins.bool
+    """Is true when the frames were handed over one by one: all of them are used."""
     animated: _builtins.bool
     """Is true for an image file with more than one picture."""
     @_builtins.property
@@ -1532,6 +1538,12 @@ class Probe(_message.Message):
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
         """Is the end of the last frame minus the start of the first. Absent for images."""
+
+    @_builtins.property
+    def eligible_duration(self) -> _duration_pb2.Duration:
+        """Is the time from which `sampling` leaves frames to choose. Budgets are shared by this value as it is written here,
+        also by the encoder that found it, so that all encoders of a request come to the same sizes. Absent for images.
+        """
 
     @_builtins.property
     def flags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1545,17 +1557,19 @@ class Probe(_message.Message):
         size: Global___Size | None = ...,
         frames_in_file: _builtins.int = ...,
         duration: _duration_pb2.Duration | None = ...,
-        exact_frames: _builtins.int | None = ...,
+        eligible_frames: _builtins.int | None = ...,
+        eligible_duration: _duration_pb2.Duration | None = ...,
+        listed: _builtins.bool = ...,
         animated: _builtins.bool = ...,
         flags: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_frames", b"_exact_frames", "duration", b"duration", "exact_frames", b"exact_frames", "size", b"size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eligible_frames", b"_eligible_frames", "duration", b"duration", "eligible_duration", b"eligible_duration", "eligible_frames", b"eligible_frames", "size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_frames", b"_exact_frames", "animated", b"animated", "duration", b"duration", "exact_frames", b"exact_frames", "flags", b"flags", "format", b"format", "frames_in_file", b"frames_in_file", "kind", b"kind", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eligible_frames", b"_eligible_frames", "animated", b"animated", "duration", b"duration", "eligible_duration", b"eligible_duration", "eligible_frames", b"eligible_frames", "flags", b"flags", "format", b"format", "frames_in_file", b"frames_in_file", "kind", b"kind", "listed", b"listed", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__exact_frames: _TypeAlias = _typing.Literal["exact_frames"]  # noqa: Y015
-    _WhichOneofArgType__exact_frames: _TypeAlias = _typing.Literal["_exact_frames", b"_exact_frames"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_frames) -> _WhichOneofReturnType__exact_frames | None: ...
+    _WhichOneofReturnType__eligible_frames: _TypeAlias = _typing.Literal["eligible_frames"]  # noqa: Y015
+    _WhichOneofArgType__eligible_frames: _TypeAlias = _typing.Literal["_eligible_frames", b"_eligible_frames"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eligible_frames) -> _WhichOneofReturnType__eligible_frames | None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
@@ -2071,6 +2085,8 @@ class Finished(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Names the sequence."""
     reason: Global___FinishReason.ValueType
@@ -2079,6 +2095,10 @@ class Finished(_message.Message):
     """Holds the stop string or nothing."""
     text: _builtins.bytes
     """Holds text that was held back for a stop string that did not come."""
+    attempt: _builtins.int
+    """Names the attempt."""
+    tokens: _builtins.int
+    """Counts the tokens of the sequence over all attempts: the index that would have come next."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Counts what the request used. On the last sequence of a request only."""
@@ -2096,10 +2116,12 @@ class Finished(_message.Message):
         text: _builtins.bytes = ...,
         usage: Global___Usage | None = ...,
         times: Global___StageTimes | None = ...,
+        attempt: _builtins.int = ...,
+        tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "sequence", b"sequence", "stop", b"stop", "text", b"text", "times", b"times", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "sequence", b"sequence", "stop", b"stop", "text", b"text", "times", b"times", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,10 +54,9 @@ class DecoderAsyncStub(DecoderStub):
     Info: _aio.UnaryUnaryMultiCallable[_decoder_pb2.DecoderInfoRequest, _decoder_pb2.DecoderInfoResponse]  # type: ignore[assignment]
     """Says what this worker serves, and within which limits."""
 
-class DecoderServicer(metaclass=_abc_1.ABCMeta):
+class DecoderServicer:
     """Computes a timeline. It knows tokenizer, template and language model; it never sees a pixel."""
 
-    @_abc_1.abstractmethod
     def Decode(
         self,
         request_iterator: _MaybeAsyncIterator[_decoder_pb2.DecodeRequest],
@@ -68,7 +67,6 @@ class DecoderServicer(metaclass=_abc_1.ABCMeta):
         A caller that leaves frees everything within one step.
         """
 
-    @_abc_1.abstractmethod
     def Info(
         self,
         request: _decoder_pb2.DecoderInfoRequest,

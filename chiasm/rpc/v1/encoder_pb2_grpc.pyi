@@ -56,10 +56,9 @@ class EncoderAsyncStub(EncoderStub):
     Info: _aio.UnaryUnaryMultiCallable[_encoder_pb2.EncoderInfoRequest, _encoder_pb2.EncoderInfoResponse]  # type: ignore[assignment]
     """Says what this worker serves, and within which limits."""
 
-class EncoderServicer(metaclass=_abc_1.ABCMeta):
+class EncoderServicer:
     """Turns one medium into entries. It knows pixels and a model's vision tower; it never sees a prompt."""
 
-    @_abc_1.abstractmethod
     def Encode(
         self,
         request_iterator: _MaybeAsyncIterator[_encoder_pb2.EncodeRequest],
@@ -71,7 +70,6 @@ class EncoderServicer(metaclass=_abc_1.ABCMeta):
         the call itself fails only when the worker does.
         """
 
-    @_abc_1.abstractmethod
     def Info(
         self,
         request: _encoder_pb2.EncoderInfoRequest,

@@ -94,12 +94,11 @@ class RouterAsyncStub(RouterStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that the caller may use."""
 
-class RouterServicer(metaclass=_abc_1.ABCMeta):
+class RouterServicer:
     """Serves clients. Every failed call carries google.rpc details: ErrorInfo always, BadRequest when one item is at fault,
     RetryInfo only when the same call may succeed later. The deadline is gRPC's.
     """
 
-    @_abc_1.abstractmethod
     def Generate(
         self,
         request: _router_pb2.GenerateRequest,
@@ -109,7 +108,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         the whole request. A client that leaves stops every stage within one step.
         """
 
-    @_abc_1.abstractmethod
     def Upload(
         self,
         request_iterator: _MaybeAsyncIterator[_router_pb2.UploadRequest],
@@ -124,7 +122,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         An upload that breaks or stalls fails the requests that read it, and frees its bytes and its handle.
         """
 
-    @_abc_1.abstractmethod
     def Estimate(
         self,
         request: _router_pb2.EstimateRequest,
@@ -132,7 +129,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_pb2.EstimateResponse, _abc.Awaitable[_router_pb2.EstimateResponse]]:
         """Says what a prompt would cost: frames, grids, tokens. Runs on a worker's CPU, no device is touched."""
 
-    @_abc_1.abstractmethod
     def Condition(
         self,
         request: _router_pb2.ConditionRequest,
@@ -140,7 +136,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.ConditionResponse], _abc.AsyncIterator[_router_pb2.ConditionResponse]]:
         """Returns hidden states after chosen layers, for models that are conditioned on them."""
 
-    @_abc_1.abstractmethod
     def Embed(
         self,
         request: _router_pb2.EmbedRequest,
@@ -148,7 +143,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.EmbedResponse], _abc.AsyncIterator[_router_pb2.EmbedResponse]]:
         """Returns one vector for text and media together."""
 
-    @_abc_1.abstractmethod
     def Session(
         self,
         request_iterator: _MaybeAsyncIterator[_router_pb2.SessionRequest],
@@ -158,7 +152,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         silent. What is wrong with a single frame is answered in the stream, which goes on.
         """
 
-    @_abc_1.abstractmethod
     def ListModels(
         self,
         request: _router_pb2.ListModelsRequest,

@@ -1,0 +1,107 @@
+"""An entry store in the memory of one process, for the system that runs in one process."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chiasm.cache.entry import EntryKey, Sealed
+from chiasm.cache.store import StoreStats
+from chiasm.errors import Overloaded
+
+
+@dataclass(slots=True)
+class _Kept:
+    sealed: Sealed
+    leases: list[float] = field(default_factory=list)  # when each pin ends, by the store's clock
+
+    def pinned(self, now: float) -> bool:
+        self.leases = [end for end in self.leases if end > now]
+        return bool(self.leases)
+
+
+class MemoryStore:
+    """`EntryStore` with a byte budget and least-recently-used eviction; pinned entries stay.
+
+    Args:
+        budget: bytes of entries at most, pinned ones included.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, budget: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._kept: OrderedDict[EntryKey, _Kept] = OrderedDict()  # least recently used first
+        self._bytes = 0
+        self._counts = dict.fromkeys(("puts", "hits", "misses", "evictions", "refusals"), 0)
+
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: float) -> None:
+        before = self._kept.get(key)
+        leases = [] if before is None else before.leases
+        self._make_room(sealed.size, replacing=key)
+        self._remove(key)
+        self._kept[key] = _Kept(sealed, [*leases, self._clock() + lease])
+        self._bytes += sealed.size
+        self._counts["puts"] += 1
+
+    async def get(self, key: EntryKey, *, lease: float = 0.0) -> Sealed | None:
+        kept = self._kept.get(key)
+        if kept is None:
+            self._counts["misses"] += 1
+            return None
+        self._counts["hits"] += 1
+        self._kept.move_to_end(key)
+        if lease > 0:
+            kept.leases.append(self._clock() + lease)
+        return kept.sealed
+
+    async def release(self, key: EntryKey) -> None:
+        kept = self._kept.get(key)
+        if kept is not None and kept.leases:
+            kept.leases.remove(min(kept.leases))
+
+    async def discard(self, key: EntryKey) -> None:
+        self._remove(key)
+
+    async def flush(self) -> None:
+        now = self._clock()
+        for key in [key for key, kept in self._kept.items() if not kept.pinned(now)]:
+            self._remove(key)
+
+    def stats(self) -> StoreStats:
+        now = self._clock()
+        pinned = sum(kept.sealed.size for kept in self._kept.values() if kept.pinned(now))
+        return StoreStats(
+            entries=len(self._kept), bytes=self._bytes, pinned_bytes=pinned, budget=self._budget, **self._counts
+        )
+
+    def _make_room(self, size: int, *, replacing: EntryKey) -> None:
+        """Evicts the least recently used entries that nobody has pinned, all or none, or refuses."""
+        now = self._clock()
+        replaced = self._kept.get(replacing)
+        needed = self._bytes + size - self._budget - (replaced.sealed.size if replaced else 0)
+        victims = []
+        for key, kept in self._kept.items():
+            if needed <= 0:
+                break
+            if key != replacing and not kept.pinned(now):
+                victims.append(key)
+                needed -= kept.sealed.size
+        if needed > 0:
+            self._counts["refusals"] += 1
+            raise Overloaded(
+                "CACHE_FULL",
+                f"an entry of {size} bytes does not fit: budget {self._budget}, the rest is in use",
+                retry_after=None if size > self._budget else 0.1,
+                facts={"needed": size, "budget": self._budget},
+            )
+        for key in victims:
+            self._remove(key)
+            self._counts["evictions"] += 1
+
+    def _remove(self, key: EntryKey) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._bytes -= kept.sealed.size

@@ -1,0 +1,59 @@
+"""Announcing an entry and reading an announcement: `Entry` messages to contracts and back."""
+
+from __future__ import annotations
+
+import torch
+
+from chiasm.cache.entry import Contract, Form
+from chiasm.errors import ServerError
+from chiasm.rpc.v1 import common_pb2 as pb
+
+_FORMS = {Form.CROSS_KV: pb.ENTRY_FORM_CROSS_KV}
+_TYPES = {
+    torch.float32: pb.DTYPE_FLOAT32,
+    torch.bfloat16: pb.DTYPE_BFLOAT16,
+    torch.float16: pb.DTYPE_FLOAT16,
+    torch.float64: pb.DTYPE_FLOAT64,
+}
+_FORM_OF = {code: form for form, code in _FORMS.items()}
+_TYPE_OF = {code: dtype for dtype, code in _TYPES.items()}
+
+
+def dtype_code(dtype: torch.dtype) -> pb.Dtype.ValueType:
+    return _TYPES[dtype]
+
+
+def announce(contract: Contract) -> pb.Entry:
+    """All of an entry but where it lies and for how long."""
+    tokens = contract.shape[3]
+    return pb.Entry(
+        key=contract.key,
+        fingerprint=contract.identity,
+        form=_FORMS[contract.form],
+        dtype=_TYPES[contract.dtype],
+        shape=contract.shape,
+        byte_length=contract.payload_bytes,
+        frame_boundaries=[tokens],
+    )
+
+
+def read(entry: pb.Entry, grid: tuple[int, int]) -> Contract:
+    """What an announcement promises, for a unit that was sized with that grid.
+
+    Raises ServerError ENTRY_CONTRACT for an announcement that is incomplete or contradicts itself.
+    """
+    if len(entry.key) != 32 or len(entry.fingerprint) != 32 or len(entry.shape) != 5:
+        raise _broken("an announcement lacks key, fingerprint or shape")
+    if entry.form not in _FORM_OF or entry.dtype not in _TYPE_OF:
+        raise _broken("an announcement is of a form or type this worker does not know")
+    a, b, c, d, e = entry.shape
+    contract = Contract(
+        entry.key, entry.fingerprint, _FORM_OF[entry.form], _TYPE_OF[entry.dtype], grid, (a, b, c, d, e)
+    )
+    if contract.payload_bytes != entry.byte_length or list(entry.frame_boundaries) != [d]:
+        raise _broken(f"an announcement promises {entry.byte_length} bytes, its shape {contract.payload_bytes}")
+    return contract
+
+
+def _broken(message: str) -> ServerError:
+    return ServerError("ENTRY_CONTRACT", message)

@@ -1,0 +1,214 @@
+"""One gRPC server for every service: limits, health, reflection, and errors as statuses.
+
+Health answers to the names `""`, `liveness`, `readiness` and each service's own. It knows nothing of what it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from chiasm.errors import ChiasmError, StatusError, Unsupported
+from chiasm.rpc import limits
+from chiasm.rpc.status import to_status
+
+LIVENESS: Final = "liveness"
+READINESS: Final = "readiness"
+
+_Servicer = TypeVar("_Servicer")
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """A server that is alive from `start` on and ready when it is told so.
+
+    Args:
+        address: `HOST:PORT`; port 0 takes a free one. See `port`.
+        message_bytes: bytes of one message, at most, both ways.
+        credentials: TLS. None is plain text.
+        interceptors: run inside the one that turns errors into statuses, the first outermost.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        *,
+        message_bytes: int = limits.WORKER_MESSAGE_BYTES,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self.host = address.rpartition(":")[0]
+        self.port = 0
+        self._address = address
+        self._credentials = credentials
+        self._services: list[str] = []
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            interceptors=[StatusInterceptor(), *interceptors], options=limits.server_options(message_bytes)
+        )
+
+    @property
+    def target(self) -> str:
+        """`HOST:PORT` as a channel takes it. The port is known after `start`."""
+        return f"{self.host}:{self.port}"
+
+    def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> Server:
+        """Serves one more service; before `start` only.
+
+        Args:
+            service: its full name, for example `chiasm.rpc.v1.Router`.
+            register: the generated `add_…Servicer_to_server`.
+            servicer: what answers.
+        """
+        assert self.port == 0, "services are added before start"
+        register(servicer, self._server)
+        self._services.append(service)
+        return self
+
+    async def start(self) -> int:
+        """Listens, and returns the port. The server is alive, and not ready before `set_ready(True)`.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+        await self.set_ready(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        try:
+            if self._credentials is None:
+                self.port = self._server.add_insecure_port(self._address)
+            else:
+                self.port = self._server.add_secure_port(self._address, self._credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._address}") from error
+        await self._server.start()
+        return self.port
+
+    async def set_ready(self, ready: bool) -> None:
+        """Says through health whether calls are welcome. Calls are answered either way."""
+        word = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", READINESS, *self._services):
+            await self._health.set(name, word)
+
+    async def set_alive(self, alive: bool) -> None:
+        """Says through health whether the process still does its work. One that does not should be replaced."""
+        word = health_pb2.HealthCheckResponse.SERVING if alive else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(LIVENESS, word)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Takes no new call, waits up to `grace` seconds for the running ones, cancels the rest. None waits not at all.
+
+        A client that watches health counts as a running call, and uses up the grace.
+        """
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
+
+    async def __aenter__(self) -> Server:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Ends a call whose handler raised with the status that `chiasm.rpc.status` gives the error.
+
+    Handlers are coroutines or asynchronous generators. An error that nobody foresaw is logged with its traceback, and
+    the caller is told a constant text. A method that the generated base class answers is UNIMPLEMENTED.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        behavior: Any
+        if handler.request_streaming:
+            behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
+        else:
+            behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        wrapped = _stream(behavior, method) if inspect.isasyncgenfunction(behavior) else _single(behavior, method)
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return make(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _single(behavior: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:
+    """Wraps a handler that returns its response, or writes its responses into the context."""
+
+    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            response = behavior(request, context)
+            return await response if inspect.isawaitable(response) else response
+        except Exception as error:
+            await _end(error, context, method)
+
+    return handle
+
+
+def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    """Wraps a handler that yields its responses."""
+
+    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        responses = behavior(request, context)
+        try:
+            async for response in responses:
+                yield response
+        except Exception as error:
+            await _end(error, context, method)
+        finally:
+            # A caller who left closes this generator; the handler must hear of it now, not when it is collected.
+            close: Callable[[], Awaitable[None]] | None = getattr(responses, "aclose", None)
+            if close is not None:
+                await close()
+
+    return handle
+
+
+async def _end(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> NoReturn:
+    """Ends the call with the status of `error`; returns by raising."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, NotImplementedError) and context.code() == grpc.StatusCode.UNIMPLEMENTED:
+        name = method.rpartition("/")[2]
+        error = Unsupported(
+            "UNIMPLEMENTED", f"this server does not serve {name}", code="UNIMPLEMENTED", facts={"method": name}
+        )
+    elif isinstance(error, grpc.RpcError) or not isinstance(error, ChiasmError):
+        _log.error("%s failed", method, exc_info=error)
+    elif isinstance(error, StatusError) and error.code == "INTERNAL":
+        _log.error("%s failed: %s", method, error, exc_info=error)
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    raise asyncio.CancelledError  # abort_with_status always raises; this tells the type checker

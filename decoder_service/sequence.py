@@ -1,0 +1,169 @@
+"""One timeline in the decoder: what is laid, what is still to be laid, what is attached, what is computed.
+
+Pieces are laid in order, as far as the media of their slots are sized; units may be attached in any order once they are
+laid; rows may be computed up to the first unit that is not attached. All of it is counting: this module has seen no tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chiasm.attention.backend import SequenceRows
+from chiasm.chat_template import Piece, Slot
+from chiasm.timeline import Timeline, UnitLayout, UnitName
+
+
+@dataclass(frozen=True, slots=True)
+class SizedSlot:
+    """The units of one medium.
+
+    Attributes:
+        pieces: token ids around the units, and unit numbers where they lie (`Prompt.medium`).
+        grids: patches of each unit.
+        offsets: seconds at which each unit is shown.
+        final: they will not change any more.
+    """
+
+    pieces: Sequence[Sequence[int] | int]
+    grids: Sequence[tuple[int, int]]
+    offsets: Sequence[float]
+    final: bool
+
+
+class Extent(NamedTuple):
+    """A unit in the cross pool: `length` slots from `slot` on, rotated for a unit laid at position `start`."""
+
+    slot: int
+    length: int
+    start: int
+
+
+class DecodeSequence:
+    """A growing timeline and its place in both pools.
+
+    Args:
+        unit_layout: how the family lays a unit of a grid.
+    """
+
+    def __init__(self, unit_layout: Callable[[tuple[int, int]], UnitLayout]) -> None:
+        self.timeline = Timeline()
+        self.pages: list[int] = []
+        self.computed = 0
+        """Rows whose keys and values are in the self pool."""
+        self._unit_layout = unit_layout
+        self._pieces: list[Piece] = []
+        self._next = 0  # the piece to be laid next
+        self._slots: dict[int, SizedSlot] = {}
+        self._laid: dict[int, tuple[int, int]] = {}  # slot: its piece and the row at which it begins
+        self._extents: dict[UnitName, Extent] = {}
+        self._attached = 0  # units from the first that are all attached
+
+    # -- laying --------------------------------------------------------------------------------------------------------
+
+    def extend(self, pieces: Iterable[Piece]) -> int | None:
+        """Adds pieces at the end and lays what can be laid. Returns the row of the first, None while it must wait."""
+        at = len(self.timeline) if self._next == len(self._pieces) else None
+        self._pieces.extend(pieces)
+        self._lay()
+        return at
+
+    def size(self, slot: int, sized: SizedSlot) -> None:
+        """Says which units a slot becomes, or says it anew: then everything from that medium on is laid again.
+
+        Raises ValueError for a slot whose units were final already.
+        """
+        known = self._slots.get(slot)
+        if known is not None and known.final:
+            raise ValueError(f"the units of slot {slot} were final")
+        self._slots[slot] = sized
+        if known is not None and slot in self._laid and (known.pieces, known.grids) != (sized.pieces, sized.grids):
+            self._take_back(slot)
+        self._lay()
+
+    def sized(self, slot: int) -> SizedSlot | None:
+        return self._slots.get(slot)
+
+    @property
+    def laid_whole(self) -> bool:
+        """Everything added so far is laid, and no slot will change."""
+        return self._next == len(self._pieces) and all(sized.final for sized in self._slots.values())
+
+    def _lay(self) -> None:
+        while self._next < len(self._pieces):
+            piece = self._pieces[self._next]
+            if not isinstance(piece, Slot):
+                self.timeline.append_text(piece)
+            elif piece.index in self._slots:
+                self._laid[piece.index] = (self._next, len(self.timeline))
+                self._lay_medium(piece.index, self._slots[piece.index])
+            else:
+                return
+            self._next += 1
+
+    def _lay_medium(self, slot: int, sized: SizedSlot) -> None:
+        for piece in sized.pieces:
+            if isinstance(piece, int):
+                self.timeline.append_unit(UnitName(slot, piece), self._unit_layout(sized.grids[piece]))
+            else:
+                self.timeline.append_text(piece)
+
+    def _take_back(self, slot: int) -> None:
+        """Unlays everything from a medium on; rows computed there are computed again."""
+        self._next, cut = self._laid[slot]
+        self.timeline.truncate(cut)
+        self.computed = min(self.computed, cut)
+        self._laid = {s: (piece, row) for s, (piece, row) in self._laid.items() if piece < self._next}
+        self._attached = min(self._attached, len(self.timeline.units))
+
+    # -- attaching -----------------------------------------------------------------------------------------------------
+
+    def attach(self, name: UnitName, extent: Extent) -> None:
+        """Notes that a laid unit's keys and values are in the cross pool."""
+        laid = self.timeline.find(name)
+        assert laid is not None and laid.start == extent.start and name not in self._extents, (name, laid, extent)
+        self._extents[name] = extent
+
+    def attached(self, name: UnitName) -> bool:
+        return name in self._extents
+
+    def detach_moved(self) -> dict[UnitName, Extent]:
+        """Forgets the units that are no longer laid where they were when they were attached, and returns them."""
+        moved = {}
+        for name, extent in self._extents.items():
+            laid = self.timeline.find(name)
+            if laid is None or laid.start != extent.start:
+                moved[name] = extent
+        for name in moved:
+            del self._extents[name]
+        if moved:
+            self._attached = 0
+        return moved
+
+    def detach_all(self) -> list[Extent]:
+        """Forgets every extent and returns them, for the pool."""
+        extents = list(self._extents.values())
+        self._extents.clear()
+        self._attached = 0
+        return extents
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready_rows(self) -> int:
+        """Rows from the first that can be computed: up to the first unit that is not attached."""
+        units = self.timeline.units
+        while self._attached < len(units) and units[self._attached].name in self._extents:
+            self._attached += 1
+        return self.timeline.rows_before(self._attached)
+
+    def rows(self, count: int) -> SequenceRows:
+        """The next `count` rows, as a step wants them. `self.pages` must hold them."""
+        stop = self.computed + count
+        assert stop <= self.ready_rows, f"rows to {stop} are asked for, {self.ready_rows} are ready"
+        units = self.timeline.units
+        seen = units[: bisect_left(units, stop, key=lambda unit: unit.index)]
+        extents = [(unit.first, self._extents[unit.name].slot, unit.layout.vision_tokens) for unit in seen]
+        return SequenceRows(self.computed, count, self.pages, self.timeline.boundaries(self.computed, stop), extents)

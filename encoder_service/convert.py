@@ -1,0 +1,114 @@
+"""The wire's words about media to ours and back. Nothing else of the encoder knows protobuf but its servicer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chiasm.errors import InvalidRequest
+from chiasm.media.sample import SamplingOptions, eligible
+from chiasm.media.types import Kind, MediaSource, Probed, RawFrame
+from chiasm.models.family import MediumFacts
+from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+
+_KINDS: dict[int, Kind] = {pb.MEDIA_KIND_IMAGE: "image", pb.MEDIA_KIND_VIDEO: "video", pb.MEDIA_KIND_FRAME: "image"}
+
+
+def kind_of(kind: int) -> Kind:
+    """Raises InvalidRequest for a kind that is unspecified or unknown."""
+    if kind not in _KINDS:
+        raise InvalidRequest("FIELD_OUT_OF_RANGE", f"media kind {kind} is not known", facts={"field": "kind"})
+    return _KINDS[kind]
+
+
+def media_source(header: pb.MediaHeader, pieces: Sequence[bytes]) -> MediaSource:
+    """A medium from its header and the bytes of its frames, or of its one file."""
+    kind = kind_of(header.kind)
+    mime = header.mime_type or None
+    if not header.HasField("frames"):
+        return MediaSource(kind, data=pieces[0] if pieces else b"", mime_type=mime)
+    listed = header.frames
+    frames = [_frame(frame, data) for frame, data in zip(listed.frames, pieces, strict=True)]
+    return MediaSource(kind, mime_type=mime, frames=frames, offsets=_offsets(listed))
+
+
+def _frame(header: pb.FrameHeader, data: bytes) -> bytes | RawFrame:
+    if not header.HasField("raw"):
+        return data
+    return RawFrame(data, header.raw.size.height, header.raw.size.width, header.raw.channels)
+
+
+def _offsets(listed: pb.FrameList) -> list[float] | None:
+    """Times of a frame list: one each, or a rate for all. None where there are none; times are never invented."""
+    given = [frame.HasField("frame_offset") for frame in listed.frames]
+    if listed.HasField("fps"):
+        if any(given):
+            raise InvalidRequest("SAMPLING_CONFLICT", "frames have times and a rate, one of the two is needed")
+        if not 0 < listed.fps <= 1000:
+            raise InvalidRequest(
+                "FIELD_OUT_OF_RANGE", f"fps is {listed.fps}, must be more than 0, at most 1000", facts={"field": "fps"}
+            )
+        return [i / listed.fps for i in range(len(listed.frames))]
+    if not any(given):
+        return None
+    return [to_seconds(frame.frame_offset) for frame, has in zip(listed.frames, given, strict=True) if has]
+
+
+def sampling_options(sampling: pb.MediaSampling, *, every_frame: bool) -> SamplingOptions:
+    def number(name: str) -> float | None:
+        return getattr(sampling, name) if sampling.HasField(name) else None  # type: ignore[arg-type]
+
+    def seconds(name: str) -> float | None:
+        return to_seconds(getattr(sampling, name)) if sampling.HasField(name) else None  # type: ignore[arg-type]
+
+    least, most = number("min_frames"), number("max_frames")
+    return SamplingOptions(
+        fps=number("fps"),
+        min_frames=None if least is None else int(least),
+        max_frames=None if most is None else int(most),
+        start=seconds("start_offset"),
+        end=seconds("end_offset"),
+        timestamps=tuple(map(to_seconds, sampling.exact_offsets)) or None,
+        every_frame=every_frame,
+    )
+
+
+def probe(probed: Probed, options: SamplingOptions, kind: pb.MediaKind.ValueType) -> pb.Probe:
+    """What the siblings are told of a medium."""
+    message = pb.Probe(
+        kind=kind,
+        format=probed.found,
+        size=pb.Size(height=probed.height, width=probed.width),
+        frames_in_file=probed.frames_in_file,
+        animated=probed.animated,
+        flags=probed.flags,
+    )
+    if probed.kind == "video":
+        message.frames_in_file = len(probed.frame_offsets)
+        message.duration.CopyFrom(to_duration(probed.duration))
+        if options != SamplingOptions(options.fps, options.min_frames, options.max_frames):
+            message.eligible_frames = len(eligible(probed.frame_offsets, options))
+    return message
+
+
+def sibling_facts(sibling: epb.Sibling) -> MediumFacts:
+    """What budgets need to know of a sibling. The same numbers as `MediumFacts.of` gives in the sibling's own call."""
+    p = sibling.probe
+    kind = kind_of(p.kind)
+    if kind == "image":
+        return MediumFacts("image", p.size.height, p.size.width, 1, 0.0, SamplingOptions())
+    counted = p.HasField("eligible_frames")
+    plain = sampling_options(sibling.sampling, every_frame=False)
+    listed = counted and plain.timestamps is None and plain.start is None and plain.end is None
+    options = sampling_options(sibling.sampling, every_frame=listed)
+    duration = to_seconds(p.duration)
+    end = duration if options.end is None else min(options.end, duration)
+    return MediumFacts(
+        "video",
+        p.size.height,
+        p.size.width,
+        p.eligible_frames if counted else p.frames_in_file,
+        max(end - (options.start or 0.0), 0.0),
+        options,
+    )

@@ -1,0 +1,213 @@
+"""Units in, entries out: known ones from the store, equal ones in flight joined, the rest batched through the model.
+
+It knows frames, keys and the store. It knows no request, no file and no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chiasm.attention.torch_backend import TorchVarlen
+from chiasm.cache.entry import Contract, EntryKey, Form, Identity, Sealed, seal, tag_secret, unit_key
+from chiasm.cache.store import EntryStore
+from chiasm.media.patches import resize
+from chiasm.media.types import Rgb
+from chiasm.models.family import EncoderHalf, MediumPlan, Processor
+
+
+class Announced(NamedTuple):
+    """An entry in the store, pinned, and whether it was there already."""
+
+    contract: Contract
+    cached: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """One unit on its way through the model, and how many callers wait for it."""
+
+    key: EntryKey
+    pixels: Tensor
+    plan: MediumPlan
+    root: bytes
+    lease: float
+    done: asyncio.Future[Contract]
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Since the engine was made."""
+
+    encoded_units: int = 0
+    cached_units: int = 0
+    joined_units: int = 0
+    dropped_units: int = 0
+    batches: list[int] = field(default_factory=list)
+    """Units of the last thousand passes through the model."""
+
+
+class EncoderEngine:
+    """One model on one device. Its methods are called from one event loop; the model runs in a thread of its own.
+
+    Args:
+        fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
+        workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
+        max_patches: patches of one pass through the model; a larger unit goes alone.
+    """
+
+    def __init__(
+        self,
+        half: EncoderHalf,
+        processor: Processor,
+        *,
+        fingerprint: str,
+        store: EntryStore,
+        workers_secret: bytes,
+        max_patches: int = 16_384,
+    ) -> None:
+        self.processor = processor
+        self.identity = Identity(fingerprint, processor.describe(), Form.CROSS_KV, half.dtype)
+        self.identity_digest = self.identity.digest()
+        self.counts = EngineCounts()
+        self._half = half
+        self._store = store
+        self._secret = workers_secret
+        self.max_patches = max_patches
+        self._attention = TorchVarlen()
+        self._flying: dict[EntryKey, _Flight] = {}
+        self._queue: list[_Flight] = []
+        self._runner: asyncio.Task[None] | None = None
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of an entry per vision token."""
+        shape = self._half.entry_shape
+        return shape.layers * 2 * shape.heads * shape.dim * self._half.dtype.itemsize
+
+    async def announce(self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: float) -> Announced:
+        """Makes sure that one frame's entry is in the store, pinned for `lease` seconds.
+
+        Args:
+            frame: (height, width, 3) as decoded; it is resized to the plan's size.
+            root: the tenant's root, under which the key is made.
+
+        Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
+        units in flight are encoded once; a caller that is cancelled leaves the others alone.
+        """
+        pixels, key = await asyncio.to_thread(self._prepare, frame, plan, root)
+        contract = self._contract(key, plan)
+        flight = self._flying.get(key)
+        if flight is not None:
+            self.counts.joined_units += 1
+            return Announced(await self._wait(flight), cached=False)
+        sealed = await self._store.get(key, lease=lease)
+        if sealed is not None and Contract.unpack(sealed.header) == contract:
+            self.counts.cached_units += 1
+            return Announced(contract, cached=True)
+        flight = self._flying.get(key)  # another caller may have come while the store was asked
+        if flight is None:
+            flight = _Flight(key, pixels, plan, root, lease, asyncio.get_running_loop().create_future())
+            self._flying[key] = flight
+            self._queue.append(flight)
+            if self._runner is None or self._runner.done():
+                self._runner = asyncio.create_task(self._run())
+        return Announced(await self._wait(flight), cached=False)
+
+    async def close(self) -> None:
+        """Ends the pass that is running and fails what waits."""
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        for flight in self._flying.values():
+            flight.done.cancel()
+        self._flying.clear()
+        await asyncio.to_thread(self._device.shutdown)
+
+    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> tuple[Tensor, EntryKey]:
+        chw = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
+        pixels = resize(chw, plan.height, plan.width)[0].contiguous()
+        return pixels, unit_key(root, self.identity_digest, plan.grid, [pixels])
+
+    def _contract(self, key: EntryKey, plan: MediumPlan) -> Contract:
+        shape = self._half.entry_shape
+        return Contract(
+            key=key,
+            identity=self.identity_digest,
+            form=Form.CROSS_KV,
+            dtype=self._half.dtype,
+            grid=plan.grid,
+            shape=(shape.layers, 2, shape.heads, plan.tokens, shape.dim),
+        )
+
+    async def _wait(self, flight: _Flight) -> Contract:
+        """Waits for a flight without owning it; the last one to leave drops it if it has not begun."""
+        flight.waiting += 1
+        try:
+            return await asyncio.shield(flight.done)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.done.done() and flight in self._queue:
+                self._queue.remove(flight)
+                del self._flying[flight.key]
+                self.counts.dropped_units += 1
+
+    async def _run(self) -> None:
+        while self._queue:
+            batch = self._take()
+            try:
+                sealed = await asyncio.get_running_loop().run_in_executor(self._device, self._encode, batch)
+            except Exception as error:
+                self._fail(batch, error)
+                continue
+            for flight, entry in zip(batch, sealed, strict=True):
+                try:
+                    if isinstance(entry, Exception):
+                        raise entry
+                    await self._store.put(entry, flight.key, lease=flight.lease)
+                except Exception as error:
+                    self._fail([flight], error)
+                else:
+                    self.counts.encoded_units += 1
+                    del self._flying[flight.key]
+                    flight.done.set_result(self._contract(flight.key, flight.plan))
+
+    def _take(self) -> list[_Flight]:
+        """As many units from the front of the queue as fit one pass, one at least."""
+        patches = 0
+        for count, flight in enumerate(self._queue):
+            patches += flight.plan.grid[0] * flight.plan.grid[1]
+            if count and patches > self.max_patches:
+                break
+        else:
+            count = len(self._queue)
+        batch, self._queue = self._queue[:count], self._queue[count:]
+        self.counts.batches = [*self.counts.batches[-999:], len(batch)]
+        return batch
+
+    @torch.inference_mode()
+    def _encode(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
+        """Runs in the device thread. One unit's fault is its own: its place holds the exception."""
+        results: list[Sealed | Exception] = []
+        entries = self._half.encode([flight.pixels for flight in batch], self._attention)
+        for flight, entry in zip(batch, entries, strict=True):
+            try:
+                secret = tag_secret(self._secret, flight.root)
+                results.append(seal(self._contract(flight.key, flight.plan), entry.contiguous(), secret))
+            except Exception as error:
+                results.append(error)
+        return results
+
+    def _fail(self, flights: Sequence[_Flight], error: Exception) -> None:
+        for flight in flights:
+            self._flying.pop(flight.key, None)
+            flight.done.set_exception(error)
+            flight.done.exception()  # seen, even if every caller has left

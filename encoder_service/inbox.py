@@ -1,0 +1,115 @@
+"""The caller's side of one `Encode` call, sorted as it comes: bytes, siblings, go and credit.
+
+Messages may come in any order that the protocol allows and long before they are wanted; whatever breaks the protocol ends
+the call. It knows the order of messages and nothing of what they are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from chiasm.errors import InvalidRequest
+from chiasm.rpc.v1 import encoder_pb2 as epb
+
+MAX_CHUNK = 1 << 20
+"""Bytes of one chunk."""
+
+
+class Inbox:
+    """Reads a call's requests in a task of its own, from `start` until the caller ends or `close`.
+
+    Args:
+        max_bytes: of the whole medium.
+    """
+
+    def __init__(self, requests: AsyncIterator[epb.EncodeRequest], *, max_bytes: int) -> None:
+        self._requests = requests
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._pieces: list[bytearray] = []
+        self._credit = 0
+        self._credited = asyncio.Condition()
+        loop = asyncio.get_running_loop()
+        self._media: asyncio.Future[list[bytes]] = loop.create_future()
+        self._siblings: asyncio.Future[epb.EncodeSiblings] = loop.create_future()
+        self._go: asyncio.Future[epb.EncodeGo] = loop.create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> epb.EncodeOpen:
+        """The opening message; from here on the rest is read. Raises InvalidRequest if there is none."""
+        first = await anext(self._requests, None)
+        if first is None or not first.HasField("open"):
+            raise _protocol("an encoding begins with open")
+        self._credit = first.open.initial_credit
+        frames = len(first.open.media.frames.frames)
+        self._pieces = [bytearray() for _ in range(max(1, frames))]
+        self._task = asyncio.create_task(self._read())
+        return first.open
+
+    async def media(self) -> list[bytes]:
+        """The bytes of each frame of a list, or of the one file."""
+        return await self._media
+
+    async def siblings(self) -> epb.EncodeSiblings:
+        return await self._siblings
+
+    async def go(self) -> epb.EncodeGo:
+        return await self._go
+
+    async def spend(self, count: int) -> None:
+        """Waits until `count` bytes may be pinned, and takes them."""
+        async with self._credited:
+            await self._credited.wait_for(lambda: self._credit >= count)
+            self._credit -= count
+
+    async def close(self) -> None:
+        for future in (self._media, self._siblings, self._go):
+            future.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            async for request in self._requests:
+                await self._sort(request)
+            error = _protocol("the caller ended before the encoding could")
+        except Exception as raised:
+            error = raised  # type: ignore[assignment]
+        for future in (self._media, self._siblings, self._go):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen: who waits for it later gets it all the same
+
+    async def _sort(self, request: epb.EncodeRequest) -> None:
+        which = request.WhichOneof("message")
+        if which == "chunk" and not self._media.done():
+            chunk = request.chunk
+            self._size += len(chunk.data)
+            if len(chunk.data) > MAX_CHUNK or chunk.frame >= len(self._pieces):
+                raise _protocol(f"a chunk has {len(chunk.data)} bytes for frame {chunk.frame}")
+            if self._size > self._max_bytes:
+                raise InvalidRequest(
+                    "MEDIA_TOO_LARGE",
+                    f"the medium has more than {self._max_bytes} bytes",
+                    facts={"bytes": self._size, "limit": self._max_bytes},
+                )
+            self._pieces[chunk.frame] += chunk.data
+            if chunk.last:
+                self._media.set_result([bytes(piece) for piece in self._pieces])
+                self._pieces = []
+        elif which == "siblings" and not self._siblings.done():
+            self._siblings.set_result(request.siblings)
+        elif which == "go" and not self._go.done():
+            self._go.set_result(request.go)
+        elif which == "credit":
+            async with self._credited:
+                self._credit += request.credit.bytes
+                self._credited.notify_all()
+        else:
+            raise _protocol(f"{which or 'an empty message'} is not expected here")
+
+
+def _protocol(message: str) -> InvalidRequest:
+    return InvalidRequest("UPLOAD_PROTOCOL", message, facts={"cause": "order"})

@@ -1,0 +1,237 @@
+"""`Encoder` on the wire: the life of one `Encode` call, from bytes to announced entries.
+
+open and bytes → probed → siblings → sized → go → decoded frame by frame → entries announced → end. A medium at fault ends
+the call with `failed`, which names it; only the worker's own faults fail the call itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from chiasm import __version__
+from chiasm.cache import wire
+from chiasm.errors import InvalidRequest, Unsupported
+from chiasm.media.sample import pick
+from chiasm.media.sandbox import Sandbox
+from chiasm.media.types import Decoded, Limits, MediaSource, Probed
+from chiasm.models.family import MediumFacts, MediumPlan
+from chiasm.rpc.status import to_status
+from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from chiasm.rpc.v1 import encoder_pb2_grpc
+from encoder_service import convert
+from encoder_service.engine import Announced, EncoderEngine
+from encoder_service.inbox import Inbox
+
+AHEAD = 8
+"""Units of one call that are on their way through the engine at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSettings:
+    """How an encoder runs.
+
+    Attributes:
+        lease: seconds an announced entry stays pinned if nobody attaches it.
+    """
+
+    model: str
+    family: str
+    device: str = "cpu"
+    lease: float = 30.0
+
+
+class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
+    """One model's encoder half behind the wire."""
+
+    def __init__(self, engine: EncoderEngine, sandbox: Sandbox, settings: EncoderSettings, limits: Limits) -> None:
+        self.engine = engine
+        self.sandbox = sandbox
+        self.settings = settings
+        self.limits = limits
+        self._replica = pb.Replica(
+            replica_id=secrets.token_bytes(16), node_id="local", version=__version__, device=settings.device
+        )
+
+    async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
+        model = epb.EncoderModel(
+            name=self.settings.model,
+            family=self.settings.family,
+            fingerprint=self.engine.identity_digest,
+            forms=[pb.ENTRY_FORM_CROSS_KV],
+            dtype=wire.dtype_code(self.engine.identity.dtype),
+        )
+        limits = epb.EncoderLimits(
+            max_media_bytes=self.limits.max_bytes,
+            max_pixels=self.limits.max_pixels,
+            max_frames=self.limits.max_listed_frames,
+            max_patches=self.engine.max_patches,
+        )
+        return epb.EncoderInfoResponse(replica=self._replica, models=[model], limits=limits)
+
+    async def Encode(
+        self, request_iterator: AsyncIterator[epb.EncodeRequest], context: Any
+    ) -> AsyncIterator[epb.EncodeResponse]:
+        inbox = Inbox(request_iterator, max_bytes=self.limits.max_bytes)
+        try:
+            opened = await inbox.start()
+            self._check(opened)
+            try:
+                async with aclosing(_Encoding(self, opened, inbox).run()) as responses:
+                    async for response in responses:
+                        yield response
+            except InvalidRequest as error:
+                status = to_status(error.at(opened.item)).SerializeToString()
+                yield epb.EncodeResponse(failed=epb.EncodeFailed(status=status))
+        finally:
+            await inbox.close()
+
+    def _check(self, opened: epb.EncodeOpen) -> None:
+        if opened.model != self.settings.model or opened.fingerprint != self.engine.identity_digest:
+            raise Unsupported("FINGERPRINT_MISMATCH", "this worker serves another model")
+        if len(opened.tenant_root) != 32:
+            raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})
+        if opened.uri:
+            raise Unsupported("FEATURE_DISABLED", "this worker fetches no media")
+        if opened.form not in (pb.ENTRY_FORM_UNSPECIFIED, pb.ENTRY_FORM_CROSS_KV):
+            raise Unsupported("FEATURE_DISABLED", "this worker announces keys and values only")
+
+
+class _Encoding:
+    """One medium on its way. Yields what the caller is told, in order."""
+
+    def __init__(self, servicer: EncoderServicer, opened: epb.EncodeOpen, inbox: Inbox) -> None:
+        self._s = servicer
+        self._open = opened
+        self._inbox = inbox
+        self._revision = 0
+
+    async def run(self) -> AsyncIterator[epb.EncodeResponse]:
+        opened, s = self._open, self._s
+        source = convert.media_source(opened.media, await self._inbox.media())
+        options = convert.sampling_options(opened.sampling, every_frame=source.frames is not None)
+        probed = await s.sandbox.probe(source, item=opened.item)
+        MediumFacts.of(probed, options)  # refuses options that this medium cannot satisfy
+        found = convert.probe(probed, options, opened.media.kind)
+        yield epb.EncodeResponse(probed=epb.EncodeProbed(probe=found, bytes_wanted=True))
+        siblings = (await self._inbox.siblings()).siblings
+        plan = self._plan(siblings)
+        indices = pick(probed.frame_offsets, options, plan.units)
+        yield self._sized(plan, indices, probed, final=False)
+        go = await self._inbox.go()
+        async with aclosing(self._units(source, plan, indices, probed, go)) as responses:
+            async for response in responses:
+                yield response
+
+    def _plan(self, siblings: Sequence[epb.Sibling]) -> MediumPlan:
+        """This medium's share, from the same numbers that every sibling's call uses."""
+        slots = [sibling.slot for sibling in siblings]
+        if self._open.slot not in slots:
+            raise InvalidRequest("FIELD_MISSING", "the siblings leave this medium out", facts={"slot": self._open.slot})
+        plans = self._s.engine.processor.size([convert.sibling_facts(sibling) for sibling in siblings])
+        return plans[slots.index(self._open.slot)]
+
+    async def _units(
+        self, source: MediaSource, plan: MediumPlan, indices: Sequence[int], probed: Probed, go: epb.EncodeGo
+    ) -> AsyncIterator[epb.EncodeResponse]:
+        """Decodes, encodes and announces, a few units ahead of what is told.
+
+        Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last `sized` says
+        which frames they are.
+        """
+        lease = to_seconds(self._open.lease) or self._s.settings.lease
+        wanted = {unit for run in go.units for unit in range(run.first, run.first + run.count)}
+        flying: deque[tuple[int, asyncio.Task[Announced]]] = deque()
+        came: list[int] = []
+        cached = 0
+        decoded: Decoded | None = None
+        try:
+            async with aclosing(self._s.sandbox.decode(source, indices, item=self._open.item)) as frames:
+                async for frame in frames:
+                    if isinstance(frame, Decoded):
+                        decoded = frame
+                        break
+                    came.append(frame.index)
+                    if wanted and len(came) - 1 not in wanted:
+                        continue
+                    await self._inbox.spend(plan.tokens * self._s.engine.bytes_per_token)
+                    announcing = self._s.engine.announce(frame.rgb, plan, root=self._open.tenant_root, lease=lease)
+                    flying.append((len(came) - 1, asyncio.create_task(announcing)))
+                    while flying and (flying[0][1].done() or len(flying) >= AHEAD):
+                        number, announced = flying[0][0], await flying[0][1]
+                        flying.popleft()
+                        cached += announced.cached
+                        yield self._ready(number, announced, lease)
+            assert decoded is not None, "a decoding ends with its count"
+            yield self._sized(plan, came, probed, final=True)
+            while flying:
+                number, announced = flying[0][0], await flying[0][1]
+                flying.popleft()
+                cached += announced.cached
+                yield self._ready(number, announced, lease)
+            usage = self._usage(plan, came, probed, decoded, cached)
+            yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage))
+        finally:
+            for _, task in flying:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in flying), return_exceptions=True)
+
+    def _sized(
+        self, plan: MediumPlan, indices: Sequence[int], probed: Probed, *, final: bool
+    ) -> epb.EncodeResponse:
+        self._revision += 1
+        grid = pb.Grid(t=1, h=plan.grid[0], w=plan.grid[1])
+        units = [
+            pb.Unit(
+                index=number,
+                grid=grid,
+                tokens=plan.tokens,
+                frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(probed.frame_offsets[i]))],
+            )
+            for number, i in enumerate(indices)
+        ]
+        sized = epb.EncodeSized(
+            revision=self._revision,
+            final=final,
+            units=units,
+            resized_size=pb.Size(height=plan.height, width=plan.width),
+            bytes_per_token=self._s.engine.bytes_per_token,
+        )
+        return epb.EncodeResponse(sized=sized)
+
+    def _ready(self, number: int, announced: Announced, lease: float) -> epb.EncodeResponse:
+        entry = wire.announce(announced.contract)
+        entry.memory.SetInParent()
+        entry.lease.lease_id = secrets.token_bytes(16)
+        entry.lease.expire_time.FromNanoseconds(int((time.time() + lease) * 1e9))
+        return epb.EncodeResponse(ready=epb.EncodeReady(unit=number, entry=entry, cached=announced.cached))
+
+    def _usage(
+        self, plan: MediumPlan, indices: Sequence[int], probed: Probed, decoded: Decoded, cached: int
+    ) -> pb.MediaUsage:
+        altered = [*(["upscaled"] if plan.upscaled else []), *(["truncated"] if decoded.truncated else [])]
+        return pb.MediaUsage(
+            slot=self._open.slot,
+            kind=self._open.media.kind,
+            format=probed.found,
+            frames_in_file=max(probed.frames_in_file, len(probed.frame_offsets)),
+            frames_decoded=decoded.frames,
+            frames_used=len(indices),
+            grid=pb.Grid(t=len(indices), h=plan.grid[0], w=plan.grid[1]),
+            tokens=plan.tokens * len(indices),
+            source_size=pb.Size(height=probed.height, width=probed.width),
+            resized_size=pb.Size(height=plan.height, width=plan.width),
+            frame_offsets=[to_duration(probed.frame_offsets[i]) for i in indices] if plan.kind == "video" else [],
+            flags=list(dict.fromkeys([*probed.flags, *decoded.flags, *altered])),
+            units=len(indices),
+            units_cached=cached,
+        )
+

@@ -1,0 +1,65 @@
+"""What every media test asks of a sandbox, in one line each."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+
+import pytest
+
+from chiasm.errors import InvalidRequest
+from chiasm.media.sandbox import Sandbox
+from chiasm.media.types import Decoded, Frame, Kind, Limits, MediaSource, RawFrame, Rgb
+
+ITEM = "messages[0].content[2]"
+
+
+async def frames(
+    sandbox: Sandbox, source: MediaSource, indices: Sequence[int] = (0,)
+) -> tuple[list[Frame], Decoded]:
+    """All frames, and the ending, which is one and the last."""
+    events = [event async for event in sandbox.decode(source, indices, item=ITEM)]
+    *shown, ending = events
+    assert isinstance(ending, Decoded)
+    assert all(isinstance(event, Frame) for event in shown)
+    return [event for event in shown if isinstance(event, Frame)], ending
+
+
+async def picture(sandbox: Sandbox, data: bytes) -> Rgb:
+    """The pixels of an image, after checking that the header told the truth about their number."""
+    source = MediaSource("image", data=data)
+    probed = await sandbox.probe(source)
+    (frame,), ending = await frames(sandbox, source)
+    assert frame.rgb.shape == (probed.height, probed.width, 3)
+    assert frame.rgb.dtype == "uint8"
+    assert frame.rgb.flags.c_contiguous
+    assert (frame.index, frame.offset, ending.frames, ending.truncated) == (0, 0.0, 1, False)
+    return frame.rgb
+
+
+async def refusal(sandbox: Sandbox, source: MediaSource | bytes, kind: Kind = "image") -> InvalidRequest:
+    """The error that opening ends with, whether the header shows the fault or only decoding does."""
+    if isinstance(source, bytes):
+        source = MediaSource(kind, data=source)
+    with pytest.raises(InvalidRequest) as caught:
+        probed = await sandbox.probe(source, item=ITEM)
+        await frames(sandbox, source, range(len(probed.frame_offsets)))
+    error = caught.value
+    assert error.code == "INVALID_ARGUMENT"
+    assert error.item == ITEM
+    assert not error.retryable
+    assert "0x" not in error.message
+    assert "/" not in error.message
+    return error
+
+
+def listed(parts: Sequence[bytes | RawFrame], offsets: Sequence[float] | None, kind: Kind = "video") -> MediaSource:
+    return MediaSource(kind, frames=parts, offsets=offsets)
+
+
+def peak_kib() -> int:
+    """Most memory this process ever used, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+DEFAULT = Limits()

@@ -1,0 +1,281 @@
+"""The worker processes: what a crash, a bomb, a slow file or an impatient caller costs, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import aclosing, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chiasm.errors import InvalidRequest
+from chiasm.media import framing
+from chiasm.media.sandbox import Sandbox
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource
+from tests.media import make
+from tests.media.ask import frames, peak_kib, refusal
+
+PICTURE = MediaSource("image", data=make.save(make.scene()))
+
+
+def large_video(count: int = 12) -> MediaSource:
+    """Frames of 2.8 MB: the socket holds less than one of them, so a worker waits for its reader."""
+    return MediaSource("video", data=make.video([make.flat(720, 1280, (number, 0, 0)) for number in range(count)]))
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+async def gone(pid: int) -> None:
+    while alive(pid):
+        await asyncio.sleep(0.01)
+
+
+async def test_nothing_is_started_before_it_is_used_and_nothing_is_left() -> None:
+    sandbox = Sandbox(workers=2)
+    assert sandbox.pids == frozenset()
+    await asyncio.gather(*(sandbox.probe(PICTURE) for _ in range(6)))
+    pids = sandbox.pids
+    assert 1 <= len(pids) <= 2
+    assert all(alive(pid) for pid in pids)
+    await sandbox.close()
+    await sandbox.close()
+    assert not any(alive(pid) for pid in pids)
+    with pytest.raises(RuntimeError):
+        await sandbox.probe(PICTURE)
+
+
+async def test_a_worker_is_kept_between_jobs_and_replaced_when_it_is_old() -> None:
+    async with Sandbox(jobs_per_worker=3) as sandbox:
+        seen = []
+        for _ in range(6):
+            await sandbox.probe(PICTURE)
+            seen.append(sandbox.pids)
+        assert seen[0] == seen[1]
+        assert seen[3] == seen[4]
+        assert seen[0] != seen[3]
+        assert seen[2] == seen[5] == frozenset()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+async def test_b17_one_crash_is_retried_and_no_frame_comes_twice(how: signal.Signals) -> None:
+    async with Sandbox() as sandbox, aclosing(sandbox.decode(large_video(), range(12))) as events:
+        shown = []
+        async for event in events:
+            shown.append(event)
+            if len(shown) == 5:
+                (pid,) = sandbox.pids
+                os.kill(pid, how)
+                await gone(pid)
+        *given, ending = shown
+        assert [event.index for event in given if isinstance(event, Frame)] == list(range(12))
+        assert all(abs(int(e.rgb[0, 0, 0]) - e.index) <= 2 for e in given if isinstance(e, Frame))
+        assert ending == Decoded(12, False)
+
+
+async def test_b17_a_second_crash_refuses_the_medium_and_spares_the_neighbour() -> None:
+    """Two requests side by side; the worker of the first is killed twice."""
+    async with Sandbox(workers=2) as sandbox:
+        neighbour_events = sandbox.decode(large_video(6), range(6))
+        neighbour = [await anext(neighbour_events)]
+        spared = sandbox.pids
+
+        async def doomed() -> None:
+            async for _ in sandbox.decode(large_video(), range(12), item="messages[0].content[1]"):
+                (pid,) = sandbox.pids - spared
+                os.kill(pid, signal.SIGSEGV)
+                await gone(pid)
+
+        with pytest.raises(InvalidRequest) as caught:
+            await doomed()
+        assert (caught.value.reason, caught.value.item) == ("POISON_INPUT", "messages[0].content[1]")
+        assert caught.value.facts == {"attempts": 2}
+        neighbour += [event async for event in neighbour_events]
+        assert [event.index for event in neighbour if isinstance(event, Frame)] == list(range(6))
+        assert sandbox.pids == spared
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
+
+
+async def test_b16_processor_time_is_limited_for_each_medium() -> None:
+    async with Sandbox(limits=Limits(cpu_seconds=0.5)) as sandbox:
+        slow = MediaSource("image", data=make.slow_jpeg())
+        error = await refusal(sandbox, slow)
+        assert (error.reason, error.facts) == ("MEDIA_DECODE_FAILED", {"cause": "time_limit", "limit": 0.5})
+        # The time is a job's own: many short ones after another are none the worse for their sum.
+        for _ in range(5):
+            assert (await frames(sandbox, PICTURE))[1].frames == 1
+
+
+async def test_b86_waiting_for_the_reader_is_not_processor_time() -> None:
+    async with Sandbox(limits=Limits(cpu_seconds=1.0)) as sandbox:
+        shown = []
+        async for event in sandbox.decode(large_video(), range(12)):
+            shown.append(event)
+            await asyncio.sleep(0.15)
+        assert shown[-1] == Decoded(12, False)
+
+
+async def test_memory_is_limited_and_the_worker_lives_on_or_is_replaced() -> None:
+    async with Sandbox(limits=Limits(memory_bytes=512 * 2**20)) as sandbox:
+        error = await refusal(sandbox, make.bomb_png(9_000, 9_000))
+        assert (error.reason, error.facts) == ("MEDIA_DECODE_FAILED", {"cause": "memory_limit"})
+        assert (await frames(sandbox, PICTURE))[1].frames == 1
+
+
+async def test_leaving_early_frees_the_worker() -> None:
+    async with Sandbox() as sandbox:
+        async with aclosing(sandbox.decode(large_video(), range(12))) as events:
+            async for _ in events:
+                (busy,) = sandbox.pids
+                break
+        assert busy not in sandbox.pids
+        await gone(busy)
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
+
+
+async def test_cancelling_frees_the_worker() -> None:
+    async with Sandbox() as sandbox:
+        task = asyncio.create_task(refusal(sandbox, make.slow_jpeg()))
+        while not sandbox.pids:
+            await asyncio.sleep(0.01)
+        (busy,) = sandbox.pids
+        waiting = asyncio.create_task(sandbox.probe(PICTURE))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert (await waiting).found == "PNG"
+        await gone(busy)
+
+
+async def test_cancelling_while_waiting_for_a_turn_costs_nothing() -> None:
+    async with Sandbox() as sandbox:
+        events = sandbox.decode(large_video(), range(12))
+        shown = [await anext(events)]
+        waiting = asyncio.create_task(sandbox.probe(PICTURE))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+        shown += [event async for event in events]
+        assert shown[-1] == Decoded(12, False)
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
+
+
+async def test_closing_ends_a_job_in_the_middle() -> None:
+    sandbox = Sandbox()
+    events = sandbox.decode(large_video(), range(12))
+    await anext(events)
+    (busy,) = sandbox.pids
+    await sandbox.close()
+    assert not alive(busy)
+    with pytest.raises(RuntimeError):
+        await anext(events)
+    assert sandbox.pids == frozenset()
+
+
+async def test_pixels_are_not_held_ahead_of_the_reader() -> None:
+    source = large_video(60)
+    async with Sandbox() as sandbox:
+        before = peak_kib()
+        count = 0
+        async for event in sandbox.decode(source, range(60)):
+            count += isinstance(event, Frame)
+        assert count == 60
+        assert peak_kib() - before < 64 * 1024  # all of them together have 158 MB
+
+
+async def test_the_worker_has_given_up_what_it_does_not_need() -> None:
+    async with Sandbox(limits=Limits(memory_bytes=3 * 2**30, open_files=32)) as sandbox:
+        await sandbox.probe(PICTURE)
+        (pid,) = sandbox.pids
+        rows = (row.rsplit(maxsplit=3) for row in Path(f"/proc/{pid}/limits").read_text().splitlines()[1:])
+        limits = {row[0].strip(): (row[1], row[2]) for row in rows if len(row) == 4}
+        status = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in row)
+        names = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert limits["Max address space"] == (str(3 * 2**30),) * 2
+    assert limits["Max open files"] == ("32", "32")
+    assert limits["Max file size"] == ("0", "0")
+    assert limits["Max core file size"] == ("0", "0")
+    assert status["NoNewPrivs"].strip() == "1"
+    assert int(status["CapEff"], 16) == 0
+    assert int(status["Threads"]) == 1
+    allowed = {b"PYTHONPATH", b"PYTHONDONTWRITEBYTECODE", b"LC_ALL", b""}
+    assert {name.partition(b"=")[0] for name in names} - allowed <= {
+        b"OMP_NUM_THREADS",
+        b"OPENBLAS_NUM_THREADS",
+        b"MKL_NUM_THREADS",
+    }
+
+
+_ORPHAN = """
+import asyncio, os
+from chiasm.media.sandbox import Sandbox
+from tests.media import make
+from tests.media.ask import MediaSource
+async def main():
+    sandbox = Sandbox()
+    source = MediaSource("image", data=make.slow_jpeg(40000))
+    task = asyncio.ensure_future(sandbox.decode(source, (0,)).__anext__())
+    while not sandbox.pids:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    os.write(1, str(*sandbox.pids).encode())
+    os._exit(1)
+asyncio.run(main())
+"""
+
+
+async def test_a_worker_does_not_outlive_its_parent() -> None:
+    root = str(Path(__file__).parents[2])
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _ORPHAN, stdout=subprocess.PIPE, cwd=root, env={**os.environ, "PYTHONPATH": root}
+    )
+    out, _ = await parent.communicate()
+    await gone(int(out))
+
+
+def test_neither_side_loads_torch() -> None:
+    names = "sandbox worker image video animation open raw framing types".split()
+    code = "import sys\n" + "".join(f"import chiasm.media.{name}\n" for name in names)
+    code += "assert not {'torch', 'transformers', 'grpc'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_parents_side_loads_no_decoder() -> None:
+    code = "import sys, chiasm.media.sandbox\nassert not {'PIL', 'av', 'torch'} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("size", [0, 1, framing.MAX_HEADER + 1, 2**32 - 1])
+def test_a_message_with_an_absurd_length_is_not_read(size: int) -> None:
+    with pytest.raises(framing.BrokenFrame):
+        framing.header_size(framing.PREFIX.pack(size))
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b"\xff\xff", b"{}", b'{"parts":1}', b'{"parts":[-1]}', b'{"parts":[true]}', b'{"parts":["9"]}']
+)
+def test_a_message_that_is_not_ours_is_not_understood(body: bytes) -> None:
+    with pytest.raises(framing.BrokenFrame):
+        framing.unpack(body)
+
+
+def test_a_message_survives_the_way() -> None:
+    packed = framing.pack({"is": "frame", "offset": 0.1}, [3, 0])
+    body = packed[framing.PREFIX.size :]
+    assert framing.header_size(packed[: framing.PREFIX.size]) == len(body)
+    assert framing.unpack(body) == ({"is": "frame", "offset": 0.1}, [3, 0])
+    with pytest.raises(ValueError, match="JSON"):
+        framing.pack({"offset": float(np.nan)})

@@ -1,0 +1,167 @@
+"""The training loop: batches of one task and one length, through both halves, with the dense attention backend.
+
+Knows how batches are fed and steps are taken; what is asked is `episodes`', how digits look is `data`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from chiasm.attention.dense import DenseAttention
+from chiasm.attention.torch_backend import TorchVarlen
+from chiasm.media.patches import normalise, to_patches
+from chiasm.models.moss_vl.text import MossVLDecoder
+from chiasm.models.moss_vl.vision import MossVLEncoder
+from chiasm.tokenizer import Tokenizer
+from tools.train_digits import model
+from tools.train_digits.data import EMPTY, SIDE, Digits, draw, split
+from tools.train_digits.episodes import TASKS, Batch, Episode, Form, Task, Writer, collate, draw_episode
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a training run does. The defaults are what the shipped checkpoint was trained with.
+
+    Attributes:
+        batch: episodes of a step, all of one task and of equally many frames.
+        short_share: share of the steps in which clips have `short` frames at most.
+        shares: of the steps, per task.
+    """
+
+    steps: int = 6_000
+    batch: int = 32
+    rate: float = 2e-3
+    warmup: int = 300
+    weight_decay: float = 0.02
+    short: int = 4
+    long: int = 8
+    short_share: float = 0.25
+    shares: tuple[float, float, float] = (0.3, 0.45, 0.25)
+    empty_share: float = 0.3
+    seed: int = 20_240
+
+
+def cross_of(entry: Tensor, batch: int) -> list[tuple[Tensor, Tensor]]:
+    """Per cross layer the keys and the values, each (B, heads, S, dim), of placed (layers, 2, heads, B * S, dim)."""
+    placed = entry.unflatten(3, (batch, -1)).transpose(2, 3)  # (layers, 2, B, heads, S, dim)
+    return [(layer[0], layer[1]) for layer in placed]
+
+
+def encode(encoder: MossVLEncoder, frames_n3hw: Tensor) -> Tensor:
+    """uint8 frames of 64x64, (N, 3, 64, 64), to one entry of all their vision tokens: (layers, 2, heads, S, dim)."""
+    v = encoder.config.vision
+    count = len(frames_n3hw)
+    # Patches run over blocks row by row, so frames stacked on height come out one after another.
+    stacked = frames_n3hw.transpose(0, 1).reshape(3, count * SIDE, SIDE)
+    patches = to_patches(normalise(stacked), v.patch_size, v.spatial_merge_size)
+    grid = (SIDE // v.patch_size, SIDE // v.patch_size)
+    return torch.cat(encoder.encode_patches(patches, [grid] * count, TorchVarlen()), dim=3)
+
+
+def logits_of(decoder: MossVLDecoder, entry: Tensor, batch: Batch) -> Tensor:
+    """(taught rows, vocabulary) logits of a batch, given the entry of all its frames before rotation."""
+    placed = decoder.place(entry, batch.key_positions_3s)
+    count = len(batch.ids_bt)
+    attention = DenseAttention(count, cross_of(placed, count), batch.boundaries_bt2)
+    sees = batch.boundaries_bt2[..., 1] > batch.boundaries_bt2[..., 0]
+    return decoder(
+        batch.ids_bt.flatten(), batch.positions_3bt.flatten(1), sees.flatten(), batch.logits_at, attention
+    )
+
+
+class Source:
+    """Random batches of the training digits, reproducible from a seed."""
+
+    def __init__(self, digits: Digits, writer: Writer, plan: Plan) -> None:
+        self._cells = torch.from_numpy(digits.cells)
+        self._labels = digits.labels
+        self._writer = writer
+        self._plan = plan
+        self._rng = np.random.default_rng(plan.seed)
+        self._generator = torch.Generator().manual_seed(plan.seed)
+
+    def task(self) -> Task:
+        return TASKS[int(self._rng.choice(len(TASKS), p=self._plan.shares))]
+
+    def length(self, step: int) -> int:
+        longest = self._plan.short if step < self._plan.short_share * self._plan.steps else self._plan.long
+        return int(self._rng.integers(1, longest + 1))
+
+    def draw(self, task: Task, frames: int) -> tuple[list[Episode], Tensor]:
+        """Episodes of a task, and the pictures of all their frames."""
+        rng, count = self._rng, self._plan.batch * frames
+        chosen = rng.integers(len(self._labels), size=count)
+        empty = rng.random(count) < (self._plan.empty_share if task == "stream" else 0.0)
+        shown = np.where(empty, EMPTY, self._labels[chosen]).reshape(-1, frames)
+        form = Form.draw(task, frames, rng)
+        episodes = [draw_episode(self._writer, task, row.tolist(), form, rng) for row in shown]
+        pictures = draw(self._cells[chosen], torch.from_numpy(~empty), self._generator)
+        return episodes, pictures
+
+
+def rate_at(step: int, plan: Plan) -> float:
+    """One cycle: up in a straight line, down along a cosine to a hundredth."""
+    if step < plan.warmup:
+        return plan.rate * (step + 1) / plan.warmup
+    done = (step - plan.warmup) / max(1, plan.steps - plan.warmup)
+    return plan.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def optimiser(halves: Sequence[nn.Module], plan: Plan) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves norms, biases and gates alone."""
+    parameters = [p for half in halves for p in half.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": plan.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), foreach=True)
+
+
+def train(plan: Plan, target: Path, *, checkpoints: Path | None = None, every: int = 500) -> None:
+    """Trains from nothing and writes the checkpoint to `target`; with `checkpoints` also there, every `every` steps.
+
+    Prints a line per 100 steps: the loss and the share of right tokens of each task since the last line.
+    """
+    config = model.configuration()
+    writer = Writer(config, Tokenizer(model.tokenizer_json()))
+    encoder, decoder = model.fresh(config, torch.Generator().manual_seed(plan.seed))
+    source = Source(split()[0], writer, plan)
+    halves = (encoder, decoder)
+    parameters = [p for half in halves for p in half.parameters()]
+    print(f"{sum(p.numel() for p in parameters)} parameters, {torch.get_num_threads()} threads", flush=True)
+    optimizer = optimiser(halves, plan)
+    tally: dict[str, list[tuple[float, float]]] = {}
+    began = time.monotonic()
+    for step in range(plan.steps):
+        task, frames = source.task(), source.length(step)
+        episodes, pictures = source.draw(task, frames)
+        batch = collate(episodes, writer)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, plan)
+        logits = logits_of(decoder, encode(encoder, pictures), batch)
+        loss = F.cross_entropy(logits, batch.targets)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        right = (logits.argmax(-1) == batch.targets).float().mean().item()
+        tally.setdefault(task, []).append((loss.item(), right))
+        if (step + 1) % 100 == 0:
+            report = "  ".join(
+                f"{name} {np.mean([t[0] for t in seen]):.3f} {np.mean([t[1] for t in seen]):.3f}"
+                for name, seen in sorted(tally.items())
+            )
+            print(f"{step + 1:6d}  {time.monotonic() - began:6.0f} s  {report}", flush=True)
+            tally.clear()
+        if checkpoints is not None and (step + 1) % every == 0:
+            model.save(checkpoints, encoder, decoder)
+    model.save(target, encoder, decoder)
