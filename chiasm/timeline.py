@@ -170,6 +170,11 @@ class Timeline:
         return self._units[-1].last if self._units else 0
 
     @property
+    def dropped(self) -> int:
+        """Units hidden from every row that is laid from now on."""
+        return self._dropped_now
+
+    @property
     def rope_delta(self) -> int:
         """Next position minus next row: what a generated token's position exceeds its index by."""
         return self.counter - len(self._ids)

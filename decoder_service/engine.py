@@ -83,10 +83,13 @@ class DecoderEngine:
         length = unit.layout.vision_tokens
         assert payload.shape[3] == length, f"{payload.shape[3]} tokens are attached where {length} are laid"
         positions = torch.from_numpy(self.processor.key_steps(sized.grids[name.unit]) + unit.start)
-        slot = self.extents.take(length)
+        runs = self.extents.take(length)
         placed = self.half.place(payload.to(self.half.device), positions)
-        self.pools.cross_kv[:, :, :, slot : slot + length] = placed
-        sequence.attach(name, Extent(slot, length, unit.start))
+        at = 0
+        for run in runs:
+            self.pools.cross_kv[:, :, :, run.start : sum(run)] = placed[:, :, :, at : at + run.length]
+            at += run.length
+        sequence.attach(name, Extent(tuple(runs), unit.start))
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Work]) -> list[Tensor]:
@@ -119,14 +122,14 @@ class DecoderEngine:
         """Frees units that were laid again elsewhere; they must be attached anew. Returns their names."""
         moved = sequence.detach_moved()
         for extent in moved.values():
-            self.extents.give_back(extent.slot, extent.length)
+            self.extents.give_back(extent.runs)
         return list(moved)
 
     def release(self, sequence: DecodeSequence) -> None:
         """Gives back everything a sequence holds. May be called twice."""
         self.pages.release(sequence.pages)
         for extent in sequence.detach_all():
-            self.extents.give_back(extent.slot, extent.length)
+            self.extents.give_back(extent.runs)
         sequence.computed = 0
 
     def _take_pages(self, batch: Sequence[Work]) -> None:

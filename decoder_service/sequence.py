@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chiasm.attention.backend import SequenceRows
+from chiasm.attention.pages import Run
 from chiasm.chat_template import Piece, Slot
 from chiasm.timeline import Timeline, UnitLayout, UnitName
 
@@ -34,10 +35,9 @@ class SizedSlot:
 
 
 class Extent(NamedTuple):
-    """A unit in the cross pool: `length` slots from `slot` on, rotated for a unit laid at position `start`."""
+    """A unit in the cross pool: its runs of slots, and the position `start` its keys are rotated for."""
 
-    slot: int
-    length: int
+    runs: tuple[Run, ...]
     start: int
 
 
@@ -55,20 +55,24 @@ class DecodeSequence:
         """Rows whose keys and values are in the self pool."""
         self._unit_layout = unit_layout
         self._pieces: list[Piece] = []
-        self._next = 0  # the piece to be laid next
+        self._rows: list[int] = []  # row at which each laid piece begins
         self._slots: dict[int, SizedSlot] = {}
-        self._laid: dict[int, tuple[int, int]] = {}  # slot: its piece and the row at which it begins
+        self._laid: dict[int, int] = {}  # laid slots and their pieces
         self._extents: dict[UnitName, Extent] = {}
         self._attached = 0  # units from the first that are all attached
 
     # -- laying --------------------------------------------------------------------------------------------------------
 
-    def extend(self, pieces: Iterable[Piece]) -> int | None:
-        """Adds pieces at the end and lays what can be laid. Returns the row of the first, None while it must wait."""
-        at = len(self.timeline) if self._next == len(self._pieces) else None
+    def extend(self, pieces: Iterable[Piece]) -> int:
+        """Adds pieces at the end and lays what can be laid. Returns the number of the first, for `row_of`."""
+        number = len(self._pieces)
         self._pieces.extend(pieces)
         self._lay()
-        return at
+        return number
+
+    def row_of(self, piece: int) -> int | None:
+        """The row at which a piece begins, None while it is not laid."""
+        return self._rows[piece] if piece < len(self._rows) else None
 
     def size(self, slot: int, sized: SizedSlot) -> None:
         """Says which units a slot becomes, or says it anew: then everything from that medium on is laid again.
@@ -89,19 +93,20 @@ class DecodeSequence:
     @property
     def laid_whole(self) -> bool:
         """Everything added so far is laid, and no slot will change."""
-        return self._next == len(self._pieces) and all(sized.final for sized in self._slots.values())
+        return len(self._rows) == len(self._pieces) and all(sized.final for sized in self._slots.values())
 
     def _lay(self) -> None:
-        while self._next < len(self._pieces):
-            piece = self._pieces[self._next]
+        while len(self._rows) < len(self._pieces):
+            piece = self._pieces[len(self._rows)]
+            row = len(self.timeline)
             if not isinstance(piece, Slot):
                 self.timeline.append_text(piece)
             elif piece.index in self._slots:
-                self._laid[piece.index] = (self._next, len(self.timeline))
+                self._laid[piece.index] = len(self._rows)
                 self._lay_medium(piece.index, self._slots[piece.index])
             else:
                 return
-            self._next += 1
+            self._rows.append(row)
 
     def _lay_medium(self, slot: int, sized: SizedSlot) -> None:
         for piece in sized.pieces:
@@ -112,10 +117,12 @@ class DecodeSequence:
 
     def _take_back(self, slot: int) -> None:
         """Unlays everything from a medium on; rows computed there are computed again."""
-        self._next, cut = self._laid[slot]
+        first = self._laid[slot]
+        cut = self._rows[first]
+        del self._rows[first:]
         self.timeline.truncate(cut)
         self.computed = min(self.computed, cut)
-        self._laid = {s: (piece, row) for s, (piece, row) in self._laid.items() if piece < self._next}
+        self._laid = {s: piece for s, piece in self._laid.items() if piece < first}
         self._attached = min(self._attached, len(self.timeline.units))
 
     # -- attaching -----------------------------------------------------------------------------------------------------
@@ -165,5 +172,10 @@ class DecodeSequence:
         assert stop <= self.ready_rows, f"rows to {stop} are asked for, {self.ready_rows} are ready"
         units = self.timeline.units
         seen = units[: bisect_left(units, stop, key=lambda unit: unit.index)]
-        extents = [(unit.first, self._extents[unit.name].slot, unit.layout.vision_tokens) for unit in seen]
+        extents = []
+        for unit in seen:
+            first = unit.first
+            for run in self._extents[unit.name].runs:
+                extents.append((first, run.start, run.length))
+                first += run.length
         return SequenceRows(self.computed, count, self.pages, self.timeline.boundaries(self.computed, stop), extents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chiasm.errors import InvalidRequest
-from chiasm.media.sample import SamplingOptions, eligible
+from chiasm.media.sample import SamplingOptions, eligible, seconds_covered
 from chiasm.media.types import Kind, MediaSource, Probed, RawFrame
 from chiasm.models.family import MediumFacts
 from chiasm.rpc.times import to_duration, to_seconds
@@ -87,28 +87,24 @@ def probe(probed: Probed, options: SamplingOptions, kind: pb.MediaKind.ValueType
     if probed.kind == "video":
         message.frames_in_file = len(probed.frame_offsets)
         message.duration.CopyFrom(to_duration(probed.duration))
-        if options != SamplingOptions(options.fps, options.min_frames, options.max_frames):
-            message.eligible_frames = len(eligible(probed.frame_offsets, options))
+        message.listed = options.every_frame
+        message.eligible_frames = len(eligible(probed.frame_offsets, options))
+        covered = seconds_covered(probed.frame_offsets, probed.duration, options)
+        message.eligible_duration.CopyFrom(to_duration(covered))
     return message
 
 
 def sibling_facts(sibling: epb.Sibling) -> MediumFacts:
-    """What budgets need to know of a sibling. The same numbers as `MediumFacts.of` gives in the sibling's own call."""
+    """What budgets need to know of a sibling, or of the medium itself: every call of a request uses these numbers."""
     p = sibling.probe
     kind = kind_of(p.kind)
     if kind == "image":
         return MediumFacts("image", p.size.height, p.size.width, 1, 0.0, SamplingOptions())
-    counted = p.HasField("eligible_frames")
-    plain = sampling_options(sibling.sampling, every_frame=False)
-    listed = counted and plain.timestamps is None and plain.start is None and plain.end is None
-    options = sampling_options(sibling.sampling, every_frame=listed)
-    duration = to_seconds(p.duration)
-    end = duration if options.end is None else min(options.end, duration)
     return MediumFacts(
         "video",
         p.size.height,
         p.size.width,
-        p.eligible_frames if counted else p.frames_in_file,
-        max(end - (options.start or 0.0), 0.0),
-        options,
+        p.eligible_frames if p.HasField("eligible_frames") else p.frames_in_file,
+        to_seconds(p.eligible_duration),
+        sampling_options(sibling.sampling, every_frame=p.listed),
     )

@@ -93,12 +93,15 @@ class EncoderEngine:
         shape = self._half.entry_shape
         return shape.layers * 2 * shape.heads * shape.dim * self._half.dtype.itemsize
 
-    async def announce(self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: float) -> Announced:
+    async def announce(
+        self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: float, afresh: bool = False
+    ) -> Announced:
         """Makes sure that one frame's entry is in the store, pinned for `lease` seconds.
 
         Args:
             frame: (height, width, 3) as decoded; it is resized to the plan's size.
             root: the tenant's root, under which the key is made.
+            afresh: encodes it whatever the store holds, because a reader found that wanting.
 
         Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
         units in flight are encoded once; a caller that is cancelled leaves the others alone.
@@ -109,7 +112,7 @@ class EncoderEngine:
         if flight is not None:
             self.counts.joined_units += 1
             return Announced(await self._wait(flight), cached=False)
-        sealed = await self._store.get(key, lease=lease)
+        sealed = None if afresh else await self._store.get(key, lease=lease)
         if sealed is not None and Contract.unpack(sealed.header) == contract:
             self.counts.cached_units += 1
             return Announced(contract, cached=True)

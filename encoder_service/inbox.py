@@ -58,9 +58,10 @@ class Inbox:
         return await self._go
 
     async def spend(self, count: int) -> None:
-        """Waits until `count` bytes may be pinned, and takes them."""
+        """Waits until any credit is left, and takes `count` bytes. A unit larger than what is left passes all the same:
+        it could wait for ever otherwise; what follows waits until the debt is paid."""
         async with self._credited:
-            await self._credited.wait_for(lambda: self._credit >= count)
+            await self._credited.wait_for(lambda: self._credit > 0)
             self._credit -= count
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +114,7 @@ class _Encoding:
         self._inbox = inbox
         self._revision = 0
 
-    async def run(self) -> AsyncIterator[epb.EncodeResponse]:
+    async def run(self) -> AsyncGenerator[epb.EncodeResponse, None]:
         opened, s = self._open, self._s
         source = convert.media_source(opened.media, await self._inbox.media())
         options = convert.sampling_options(opened.sampling, every_frame=source.frames is not None)
@@ -141,7 +141,7 @@ class _Encoding:
 
     async def _units(
         self, source: MediaSource, plan: MediumPlan, indices: Sequence[int], probed: Probed, go: epb.EncodeGo
-    ) -> AsyncIterator[epb.EncodeResponse]:
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
         """Decodes, encodes and announces, a few units ahead of what is told.
 
         Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last `sized` says
@@ -163,7 +163,9 @@ class _Encoding:
                     if wanted and len(came) - 1 not in wanted:
                         continue
                     await self._inbox.spend(plan.tokens * self._s.engine.bytes_per_token)
-                    announcing = self._s.engine.announce(frame.rgb, plan, root=self._open.tenant_root, lease=lease)
+                    announcing = self._s.engine.announce(
+                        frame.rgb, plan, root=self._open.tenant_root, lease=lease, afresh=go.afresh
+                    )
                     flying.append((len(came) - 1, asyncio.create_task(announcing)))
                     while flying and (flying[0][1].done() or len(flying) >= AHEAD):
                         number, announced = flying[0][0], await flying[0][1]

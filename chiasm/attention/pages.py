@@ -7,12 +7,21 @@ layers only. The allocators count; they know no tensor. The pools hold tensors; 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from chiasm.errors import Overloaded
+
+
+class Run(NamedTuple):
+    """Contiguous slots of the cross pool."""
+
+    start: int
+    length: int
 
 
 class PageAllocator:
@@ -47,40 +56,55 @@ class PageAllocator:
 
 
 class ExtentAllocator:
-    """Hands out contiguous runs of cross-pool slots, first fit, so that neighbours often lie side by side."""
+    """Hands out cross-pool slots: one contiguous run per unit, first fit, so that neighbours often lie side by side.
+
+    A unit is cut into several runs only where no hole holds it whole, so that what is free can always be used.
+    """
 
     def __init__(self, slots: int) -> None:
         self.total = slots
-        self._holes: list[tuple[int, int]] = [(0, slots)] if slots else []  # (start, length), ascending, never adjacent
+        self._holes: list[Run] = [Run(0, slots)] if slots else []  # ascending, never adjacent
 
     @property
     def free(self) -> int:
-        return sum(length for _, length in self._holes)
+        return sum(hole.length for hole in self._holes)
 
-    def take(self, length: int) -> int:
-        """First slot of a run of `length`. Raises Overloaded if no hole is that long."""
-        for i, (start, hole) in enumerate(self._holes):
-            if hole >= length:
-                if hole == length:
-                    del self._holes[i]
-                else:
-                    self._holes[i] = (start + length, hole - length)
-                return start
-        raise Overloaded(
-            "KV_POOL_FULL",
-            f"a run of {length} visual tokens is needed, {self.free} are free",
-            retry_after=0.1,
-            facts={"needed": length, "free": self.free},
-        )
+    def take(self, length: int) -> list[Run]:
+        """Runs of slots, `length` together, in the order in which the unit's tokens fill them.
 
-    def give_back(self, start: int, length: int) -> None:
-        insort(self._holes, (start, length))
-        i = self._holes.index((start, length))
-        if i + 1 < len(self._holes) and start + length == self._holes[i + 1][0]:
-            self._holes[i] = (start, length + self._holes.pop(i + 1)[1])
+        Raises Overloaded if fewer are free; none is then taken.
+        """
+        if length > self.free:
+            raise Overloaded(
+                "KV_POOL_FULL",
+                f"{length} visual tokens are needed, {self.free} are free",
+                retry_after=0.1,
+                facts={"needed": length, "free": self.free},
+            )
+        runs = []
+        while length:
+            place = next((i for i, hole in enumerate(self._holes) if hole.length >= length), 0)
+            start, hole = self._holes.pop(place)
+            taken = min(hole, length)
+            if hole > taken:
+                self._holes.insert(place, Run(start + taken, hole - taken))
+            runs.append(Run(start, taken))
+            length -= taken
+        return runs
+
+    def give_back(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            self._give_back(run)
+
+    def _give_back(self, run: Run) -> None:
+        start, length = run
+        i = bisect_left(self._holes, run)
+        self._holes.insert(i, run)
+        if i + 1 < len(self._holes) and start + length == self._holes[i + 1].start:
+            self._holes[i] = Run(start, length + self._holes.pop(i + 1).length)
         if i and sum(self._holes[i - 1]) == start:
-            before, held = self._holes[i - 1]
-            self._holes[i - 1] = (before, held + self._holes.pop(i)[1])
+            before = self._holes[i - 1]
+            self._holes[i - 1] = Run(before.start, before.length + self._holes.pop(i).length)
 
 
 class Pools:

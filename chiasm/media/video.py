@@ -7,35 +7,20 @@ matrix and range the stream names; nothing is tone-mapped or deinterlaced. Which
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import av
-import av.error
 import numpy as np
-from av.container import InputContainer
-from av.stream import Discard, Disposition
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from chiasm.errors import InvalidRequest
-from chiasm.media.open import DEMUXERS, check_frames, check_seconds, too_many_pixels
+from chiasm.media.clip import codec_name, failed, frames, moving, open_clip, packets, unordered_clock
+from chiasm.media.open import check_frames, check_seconds
 from chiasm.media.types import Limits, Probed, Rgb
 
-# Decoders are attack surface. These are what cameras, phones, screen recorders and the web produce.
-CODECS = frozenset(
-    {
-        *("h264", "hevc", "av1", "vp8", "vp9", "theora"),
-        *("mpeg4", "mpeg1video", "mpeg2video", "h263", "flv1"),
-        *("mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"),
-        *("vc1", "wmv1", "wmv2", "wmv3", "msmpeg4v1", "msmpeg4v2", "msmpeg4v3"),
-    }
-)
-_ENCRYPTED_TAGS = frozenset({"encv", "drmi"})
 _QUARTER_TURNS = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 270, (-1, 0, 0, -1): 180, (0, -1, 1, 0): 90}
 
 
@@ -61,82 +46,6 @@ class Table:
     damaged: int = 0
 
 
-def failed(codec: str, got: int, claimed: int | None = None) -> InvalidRequest:
-    """The refusal of a video of which too little could be decoded."""
-    facts: dict[str, str | int | float | bool] = {"codec": codec, "frames_got": got}
-    if claimed is not None:
-        facts["frames_claimed"] = claimed
-    of = "" if claimed is None else f" of {claimed}"
-    return InvalidRequest("MEDIA_DECODE_FAILED", f"The video is damaged: {got}{of} frames decoded.", facts=facts)
-
-
-def _refuse_other_files(*_: Any, **__: Any) -> Any:
-    raise PermissionError("a medium may not name another file")
-
-
-@contextmanager
-def open_clip(data: bytes, found: str, limits: Limits) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """A container opened from memory by the one demuxer that its first bytes name, and its default video stream.
-
-    Raises:
-        InvalidRequest: MEDIA_DECODE_FAILED, NO_VIDEO_STREAM, MEDIA_UNSUPPORTED, MEDIA_TOO_LARGE.
-    """
-    try:
-        container = av.open(
-            io.BytesIO(data),
-            mode="r",
-            format=DEMUXERS[found],
-            metadata_errors="replace",
-            io_open=_refuse_other_files,
-        )
-    except MemoryError:
-        raise
-    except Exception as error:  # av.error.* of many kinds, UnicodeError, ValueError
-        raise failed("unknown", 0) from error
-    with container:
-        stream = _default_stream(container)
-        for other in container.streams:
-            if other.index != stream.index:
-                other.discard = Discard.all
-        _check_codec(stream)
-        context = stream.codec_context
-        # Slice threads have dead-locked beside other threads; one worker is one thread.
-        context.thread_count = 1
-        if context.width * context.height > limits.max_pixels:
-            raise too_many_pixels(context.width * context.height, limits)
-        yield container, stream
-
-
-def _moving(container: InputContainer) -> list[VideoStream]:
-    # Cover art and chapter pictures are streams of type video; they are not the video.
-    still = Disposition.attached_pic | Disposition.timed_thumbnails
-    return [stream for stream in container.streams.video if not stream.disposition & still]
-
-
-def _default_stream(container: InputContainer) -> VideoStream:
-    streams = _moving(container)
-    if not streams:
-        raise InvalidRequest("NO_VIDEO_STREAM", "The file has no video stream.")
-    return next((stream for stream in streams if stream.disposition & Disposition.default), streams[0])
-
-
-def codec_name(stream: VideoStream) -> str:
-    """The name of the stream's codec for people and programs, `unknown` where there is no decoder."""
-    context: Any = stream.codec_context
-    return "unknown" if context is None else str(context.codec.canonical_name)
-
-
-def _check_codec(stream: VideoStream) -> None:
-    context: Any = stream.codec_context
-    codec = codec_name(stream)
-    if context is not None and str(context.codec_tag) in _ENCRYPTED_TAGS:
-        codec = "encrypted"
-    if codec not in CODECS:
-        raise InvalidRequest(
-            "MEDIA_UNSUPPORTED", f"The video codec ({codec}) is not among those decoded.", facts={"codec": codec}
-        )
-
-
 def read_table(data: bytes, found: str, limits: Limits) -> Table:
     """Stamps of all shown frames, from packets; by decoding everything where packets carry none.
 
@@ -145,11 +54,11 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
     """
     with open_clip(data, found, limits) as (container, stream):
         stamps: dict[int, int] = {}
-        packets = damaged = 0
+        seen = damaged = 0
         counted = False
         hidden_vp8 = codec_name(stream) == "vp8"
-        unordered = _unordered(found, stream)
-        for packet in _packets(container, stream):
+        unordered = unordered_clock(found, stream)
+        for packet in packets(container, stream):
             if packet.is_discard:  # outside the edit list: decoded, never shown
                 continue
             if packet.is_corrupt:
@@ -157,8 +66,8 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
                 continue
             if hidden_vp8 and not bytes(packet)[0] & 0x10:  # RFC 6386, 9.1: show_frame; a reference nobody sees
                 continue
-            packets += 1
-            check_frames(packets, limits)
+            seen += 1
+            check_frames(seen, limits)
             stamp = packet.dts if unordered else packet.pts
             if stamp is None:
                 counted = True
@@ -177,39 +86,17 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
                     raise failed(codec_name(stream), 0)
                 raise InvalidRequest("NO_FRAMES", "The video stream holds no frames.", facts={"found": found})
             ordered = sorted(stamps)
-            table = Table(tuple(ordered), stamps[ordered[-1]], unordered, packets - len(ordered), cut, damaged)
+            table = Table(tuple(ordered), stamps[ordered[-1]], unordered, seen - len(ordered), cut, damaged)
             check_seconds(_seconds(stream, table), limits)
             return _with_tail(table)
     return _count(data, found, limits)
-
-
-def _unordered(found: str, stream: VideoStream) -> bool:
-    # AVI has no presentation times. With reordered frames the demuxer's are those of storage, and the order in which
-    # the decoder gives frames out is the only true one; the clock is constant, so the n-th shown has the n-th time.
-    return found == "avi" and bool(stream.codec_context.has_b_frames)
-
-
-def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Any]:
-    """Non-empty packets of the stream. A demuxer that gives up in the middle has reached the end of what there is."""
-    demuxed = container.demux(stream)
-    while True:
-        try:
-            packet = next(demuxed)
-        except (StopIteration, EOFError):
-            return
-        except MemoryError:
-            raise
-        except av.error.FFmpegError:
-            return
-        if packet.size:
-            yield packet
 
 
 def _count(data: bytes, found: str, limits: Limits) -> Table:
     stamps: list[int] = []
     dropped = [0]
     with open_clip(data, found, limits) as (container, stream):
-        for stamp, _ in _frames(container, stream, limits, dropped=dropped):
+        for stamp, _ in frames(container, stream, limits, dropped=dropped):
             stamps.append(stamp)
             check_frames(len(stamps), limits)
             check_seconds((stamp - stamps[0]) * float(stream.time_base or 0), limits)
@@ -238,47 +125,6 @@ def _offsets(stream: VideoStream, table: Table) -> tuple[float, ...]:
     return tuple((stamp - first) * base.numerator / base.denominator for stamp in table.stamps)
 
 
-def _frames(
-    container: InputContainer, stream: VideoStream, limits: Limits, *, unordered: bool = False, dropped: list[int]
-) -> Iterator[tuple[int, VideoFrame]]:
-    """Decoded frames with their stamps, strictly increasing; the others are counted in `dropped[0]`.
-
-    unordered: stamps are not looked at; 0, 1, 2, ... takes their place.
-    """
-    last: float = -math.inf
-    shown = 0
-    for frame in _decoded(container, stream):
-        if frame.width * frame.height > limits.max_pixels:
-            raise too_many_pixels(frame.width * frame.height, limits)
-        if frame.is_corrupt:
-            continue
-        stamp = shown if unordered else frame.dts if frame.pts is None else frame.pts
-        shown += 1
-        if stamp is None or stamp <= last:
-            dropped[0] += 1
-            continue
-        last = stamp
-        yield stamp, frame
-
-
-def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
-    context = stream.codec_context
-    packets = _packets(container, stream)
-    ended = False
-    while not ended:
-        packet = next(packets, None)
-        ended = packet is None
-        if packet is not None and packet.is_corrupt:
-            continue
-        try:
-            frames = context.decode(packet)
-        except MemoryError:
-            raise
-        except (av.error.FFmpegError, EOFError):  # one broken packet; what is missing is counted at the end
-            continue
-        yield from frames
-
-
 def probe(data: bytes, found: str, limits: Limits) -> Probed:
     """Size as shown, times of all frames, duration. Decodes one frame, or all where the container has no times.
 
@@ -288,14 +134,14 @@ def probe(data: bytes, found: str, limits: Limits) -> Probed:
     table = read_table(data, found, limits)
     with open_clip(data, found, limits) as (container, stream):
         flags = []
-        if (streams := len(_moving(container))) > 1:
+        if (streams := len(moving(container))) > 1:
             flags.append(f"video_streams={streams}")
         ratio = stream.sample_aspect_ratio
         if ratio and ratio != 1:
             flags.append(f"sample_aspect_ratio={ratio.numerator}:{ratio.denominator}")
         offsets = _offsets(stream, table)
         duration = _seconds(stream, table)
-        first = next(_frames(container, stream, limits, unordered=_unordered(found, stream), dropped=[0]), None)
+        first = next(frames(container, stream, limits, unordered=unordered_clock(found, stream), dropped=[0]), None)
         if first is None:
             raise failed(codec_name(stream), 0, len(offsets))
         turn = rotation(first[1])
@@ -372,8 +218,8 @@ def decode(
         wanted = {index for index in indices if index < len(offsets)}
         size: tuple[int, int] | None = None
         turn = 0
-        frames = _frames(container, stream, limits, unordered=_unordered(found, stream), dropped=[0])
-        for shown, (stamp, frame) in enumerate(frames):
+        decoded = frames(container, stream, limits, unordered=unordered_clock(found, stream), dropped=[0])
+        for shown, (stamp, frame) in enumerate(decoded):
             check_frames(shown + 1, limits)
             if size is None:
                 size = (frame.width, frame.height)

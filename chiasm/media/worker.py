@@ -8,11 +8,7 @@ Knows the formats through `image`, `animation` and `video`; never who asked, nor
 
 from __future__ import annotations
 
-import ctypes
-import math
 import os
-import resource
-import signal
 import socket
 import sys
 from array import array
@@ -21,39 +17,10 @@ from typing import Any, BinaryIO
 
 from chiasm.errors import Fact, InvalidRequest
 from chiasm.media import framing
-from chiasm.media.open import Found, check, check_frames, check_same_size, check_seconds
+from chiasm.media.confine import arm, confine, disarm
+from chiasm.media.open import check, check_frames, check_same_size, check_seconds
+from chiasm.media.sniff import Found
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
-
-# linux/prctl.h, linux/sched.h, linux/capability.h
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NO_NEW_PRIVS = 38
-_CLONE_NEWNET = 0x40000000
-_CLONE_NEWUSER = 0x10000000
-_CAPABILITY_VERSION_3 = 0x20080522
-
-
-def confine(memory_bytes: int, open_files: int) -> None:
-    """Gives up, for good, what reading a picture does not need.
-
-    The limits are the kernel's own and always hold. `no_new_privs`, dying with the parent and leaving the network are
-    asked for and may be missing (another system, a kernel without user namespaces); they stand behind the limits.
-    """
-    for limit, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_NOFILE, open_files),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(limit, (value, value))
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-        # A new user namespace comes with every capability inside it; these, and root's own, are not needed either.
-        libc.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
-    # After the namespace, which is a new process to the count: from here on neither threads nor children.
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,7 +45,7 @@ def _receive(reader: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
 def _serve(connection: socket.socket, job: dict[str, Any], parts: list[bytes]) -> None:
     limits = Limits(**{**job["limits"], "formats": frozenset(job["limits"]["formats"])})
     source, indices = _source(job, parts)
-    _arm(limits.cpu_seconds)
+    arm(limits.cpu_seconds)
     try:
         if job["do"] == "probe":
             _send_probed(connection, probe(source, limits))
@@ -96,7 +63,7 @@ def _serve(connection: socket.socket, job: dict[str, Any], parts: list[bytes]) -
     except Exception:  # Pillow and PyAV raise whatever their parsers trip over; none of their words leave this process
         _send_error(connection, *_UNREADABLE)
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        disarm()
 
 
 _OUT_OF_MEMORY: tuple[str, str, dict[str, Fact]] = (
@@ -105,16 +72,6 @@ _OUT_OF_MEMORY: tuple[str, str, dict[str, Fact]] = (
     {"cause": "memory_limit"},
 )
 _UNREADABLE: tuple[str, str, dict[str, Fact]] = ("MEDIA_DECODE_FAILED", "The medium is damaged.", {"cause": "damaged"})
-
-
-def _arm(seconds: float) -> None:
-    """Ends this process by SIGPROF after so many seconds of processor time, which waiting for the reader is not."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    # Behind the timer, which a parser that has been taken over could switch off, the kernel's own limit.
-    soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _source(job: dict[str, Any], parts: list[bytes]) -> tuple[MediaSource, list[int]]:

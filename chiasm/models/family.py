@@ -121,7 +121,22 @@ class Prompt(Protocol):
     """The family's template and media framing over one tokenizer."""
 
     @property
-    def stop_ids(self) -> frozenset[int]: ...
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        ...
+
+    @property
+    def silence_id(self) -> int | None:
+        """The id with which a model says nothing and waits; None for a family without one."""
+        ...
+
+    def text(self, text: str) -> list[int]:
+        """Ordinary token ids of `text`, whatever it spells."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes an id stands for; none for control tokens."""
+        ...
 
     @property
     def banned_ids(self) -> frozenset[int]:

@@ -14,9 +14,7 @@ from chiasm.media.types import Decoded, Frame, Kind, Limits, MediaSource, RawFra
 ITEM = "messages[0].content[2]"
 
 
-async def frames(
-    sandbox: Sandbox, source: MediaSource, indices: Sequence[int] = (0,)
-) -> tuple[list[Frame], Decoded]:
+async def frames(sandbox: Sandbox, source: MediaSource, indices: Sequence[int] = (0,)) -> tuple[list[Frame], Decoded]:
     """All frames, and the ending, which is one and the last."""
     events = [event async for event in sandbox.decode(source, indices, item=ITEM)]
     *shown, ending = events

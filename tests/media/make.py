@@ -56,7 +56,9 @@ def chunk(kind: bytes, body: bytes, *, crc: int | None = None) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", checksum)
 
 
-def ihdr(width: int, height: int, depth: int = 8, colour: int = 2, interlace: int = 0, *, crc: int | None = None) -> bytes:
+def ihdr(
+    width: int, height: int, depth: int = 8, colour: int = 2, interlace: int = 0, *, crc: int | None = None
+) -> bytes:
     """The header chunk. colour: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGBA."""
     return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace), crc=crc)
 
@@ -65,7 +67,13 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def png(
-    samples: npt.NDArray[Any], depth: int, colour: int, *, interlace: bool = False, before: bytes = b"", after: bytes = b""
+    samples: npt.NDArray[Any],
+    depth: int,
+    colour: int,
+    *,
+    interlace: bool = False,
+    before: bytes = b"",
+    after: bytes = b"",
 ) -> bytes:
     """A PNG of any depth and colour type. samples: (height, width, channels) of values below 2 ** depth."""
     height, width, _ = samples.shape
@@ -97,10 +105,9 @@ def bomb_png(width: int, height: int) -> bytes:
     return PNG + ihdr(width, height, 1, 0) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
-def slow_jpeg(scans: int = 4000, side: int = 1024) -> bytes:
+def slow_jpeg(scans: int = 40_000, side: int = 1024) -> bytes:
     """A progressive JPEG whose last scan is repeated; each repetition is decoded over the whole picture."""
-    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
-    data = save(Image.fromarray(noise).convert("L"), "JPEG", quality=5, progressive=True)
+    data = save(Image.fromarray(scene(side, side)).convert("L"), "JPEG", quality=5, progressive=True)
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * scans + data[-2:]
 

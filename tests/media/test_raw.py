@@ -65,11 +65,12 @@ async def test_b52_overflowing_products_are_too_large(sandbox: Sandbox, side: in
 
 
 async def test_b54_frames_of_different_sizes_are_refused(sandbox: Sandbox) -> None:
-    for parts in (
+    lists: list[list[bytes | RawFrame]] = [
         [raw(), raw(), raw(6, 4)],
         [make.save(make.scene(4, 6)), make.save(make.scene(4, 6)), make.save(make.scene(6, 4))],
         [raw(), make.save(make.scene(4, 6), "JPEG"), make.save(make.scene(6, 4))],
-    ):
+    ]
+    for parts in lists:
         error = await refusal(sandbox, listed(parts, (0.0, 1.0, 2.0)))
         assert error.reason == "FRAME_LAYOUT"
         assert error.facts == {"index": 2, "height": 6, "width": 4, "first_height": 4, "first_width": 6}
@@ -88,7 +89,7 @@ async def test_b55_an_empty_list_has_no_frames(sandbox: Sandbox, kind: str) -> N
 
 
 async def test_encoded_and_raw_frames_come_with_the_times_given(sandbox: Sandbox) -> None:
-    parts = [make.save(make.scene(4, 6)), raw(), make.save(make.scene(4, 6, 9), "BMP")]
+    parts: list[bytes | RawFrame] = [make.save(make.scene(4, 6)), raw(), make.save(make.scene(4, 6, 9), "BMP")]
     source = listed(parts, (0.5, 0.75, 2.0))
     probed = await sandbox.probe(source)
     assert (probed.kind, probed.frame_offsets, probed.duration) == ("video", (0.5, 0.75, 2.0), 2.75)

@@ -17,7 +17,7 @@ from av.video.stream import VideoStream
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed
 from tests.media import make
-from tests.media.ask import DEFAULT, ITEM, frames, refusal
+from tests.media.ask import ITEM, frames, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -75,7 +75,9 @@ async def test_b60_b71_any_number_of_frames(sandbox: Sandbox, count: int) -> Non
     assert ending == Decoded(count, False)
 
 
-@pytest.mark.parametrize(("container", "codec"), [("mp4", "aac"), ("matroska", "aac"), ("wav", "pcm_s16le"), ("mp3", "mp3")])
+@pytest.mark.parametrize(
+    ("container", "codec"), [("mp4", "aac"), ("matroska", "aac"), ("wav", "pcm_s16le"), ("mp3", "mp3")]
+)
 async def test_b61_sound_alone_is_no_video(sandbox: Sandbox, container: str, codec: str) -> None:
     assert (await refusal(sandbox, make.audio(container, codec), "video")).reason == "NO_VIDEO_STREAM"
 
@@ -88,7 +90,9 @@ async def test_b62_cover_art_is_no_video(sandbox: Sandbox) -> None:
     sound = make.audio()
     at = sound.index(b"moov") - 4
     size = int.from_bytes(sound[at : at + 4], "big")
-    with_cover = sound[:at] + struct.pack(">I", size + len(meta)) + sound[at + 4 : at + size] + meta + sound[at + size :]
+    with_cover = (
+        sound[:at] + struct.pack(">I", size + len(meta)) + sound[at + 4 : at + size] + meta + sound[at + size :]
+    )
     with av.open(io.BytesIO(with_cover)) as container:
         assert len(container.streams.video) == 1
     assert (await refusal(sandbox, with_cover, "video")).reason == "NO_VIDEO_STREAM"
@@ -186,13 +190,9 @@ async def test_b69_claims_of_a_forged_header_are_not_allocated(sandbox: Sandbox)
     data = make.index_first(make.video(make.steps(3)))
     at = data.index(b"mp4v") + 4 + 24
     huge = data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :]
-    source = MediaSource("video", data=huge)
-    try:
-        probed = await sandbox.probe(source)
-    except Exception as error:
-        assert error.reason in ("MEDIA_TOO_LARGE", "MEDIA_DECODE_FAILED")  # type: ignore[attr-defined]
-    else:
-        assert (probed.height, probed.width) == (48, 64)
+    # The decoder's own header says 64 x 48, and that is what counts.
+    probed = await sandbox.probe(MediaSource("video", data=huge))
+    assert (probed.height, probed.width) == (48, 64)
     at = data.index(b"stsz") + 8
     many = data[:at] + struct.pack(">II", 1, 10**9) + data[at + 8 :]
     error = await refusal(sandbox, many, "video")
@@ -298,7 +298,10 @@ def _yuv(codec: str, pix_fmt: str, colour: tuple[int, int, int], space: int, ran
         stream.codec_context.colorspace = space
         stream.codec_context.color_range = range_
         if codec == "libx265":
-            stream.codec_context.options = {"x265-params": "log-level=none:pools=none:frame-threads=1", "preset": "ultrafast"}
+            stream.codec_context.options = {
+                "x265-params": "log-level=none:pools=none:frame-threads=1",
+                "preset": "ultrafast",
+            }
         planes = [np.full((64, 64), colour[0] * scale, dtype)]
         planes += [np.full((32, 32), value * scale, dtype) for value in colour[1:]]
         packed = np.concatenate([plane.reshape(-1, 64) for plane in planes])

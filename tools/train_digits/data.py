@@ -62,7 +62,7 @@ def draw(cells_n88: Tensor, shown_n: Tensor, generator: torch.Generator) -> Tens
     """Grey frames, uint8 RGB (N, 3, 64, 64): digits where `shown_n` is true, empty pictures elsewhere.
 
     A digit is bright on dark, 48 to 60 pixels large, moved, turned a little, noisy; half of the frames are blurred and
-    reduced to few levels, roughly what a video codec leaves of them. An empty frame is a grey slope with the same noise.
+    reduced to few levels, roughly what a video codec leaves of them. An empty frame is a noisy grey slope.
     """
     count = len(cells_n88)
 

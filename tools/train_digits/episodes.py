@@ -96,9 +96,7 @@ class Writer:
             else:
                 timeline.append_text(part)
 
-    def answered(
-        self, turns: Sequence[Turn], media: Sequence[Medium], last: str, shown: Sequence[int]
-    ) -> Episode:
+    def answered(self, turns: Sequence[Turn], media: Sequence[Medium], last: str, shown: Sequence[int]) -> Episode:
         """A conversation with all its answers: those of its assistant turns, and `last`."""
         timeline = self.asked(turns, media)
         timeline.append_text([*self.tokenizer.encode(last), self.stop_id])
@@ -151,7 +149,7 @@ class Writer:
 
 
 def draw_offsets(count: int, rng: np.random.Generator) -> list[float]:
-    """Times of the frames of a clip: mostly a second apart from 0, sometimes otherwise, never two that are written alike."""
+    """Seconds of the frames of a clip: mostly one apart from 0, sometimes otherwise, no two that are written alike."""
     step = 1.0 if rng.random() < 0.6 else float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
     start = 0.0 if rng.random() < 0.9 else float(rng.integers(1, 300)) / 10
     return [round(start + i * step, 6) for i in range(count)]

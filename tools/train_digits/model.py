@@ -43,7 +43,7 @@ WORDS = (
 """Words that are one token, so that a prompt is short. No digit is ever part of a longer token."""
 
 OPEN_GATE = 0.5
-"""Gates of the cross layers at the start. At zero, where a pretrained text model would have them, no image gets through."""
+"""Gates of the cross layers at the start. At zero, where a pretrained text model has them, no image gets through."""
 
 
 def tokenizer_json() -> str:

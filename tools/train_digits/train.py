@@ -73,9 +73,10 @@ def logits_of(decoder: MossVLDecoder, entry: Tensor, batch: Batch) -> Tensor:
     count = len(batch.ids_bt)
     attention = DenseAttention(count, cross_of(placed, count), batch.boundaries_bt2)
     sees = batch.boundaries_bt2[..., 1] > batch.boundaries_bt2[..., 0]
-    return decoder(
+    logits: Tensor = decoder(
         batch.ids_bt.flatten(), batch.positions_3bt.flatten(1), sees.flatten(), batch.logits_at, attention
     )
+    return logits
 
 
 class Source:

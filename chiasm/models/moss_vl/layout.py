@@ -41,7 +41,8 @@ class MossVLPrompt:
         if problems:
             raise CheckpointError("tokenizer.json", problems)
         self._config = config
-        self.tokenizer = tokenizer
+        self.text = tokenizer.encode
+        self.token_bytes = tokenizer.token_bytes
         self._template = ChatTemplate(tokenizer, template)
         self._time = [tokenizer.control[name] for name in _TIME]
         self._turn = [tokenizer.control[name] for name in _TURN]
@@ -74,8 +75,8 @@ class MossVLPrompt:
 
     def spliced(self, text: str) -> list[int]:
         start, end = self._turn
-        encode = self.tokenizer.encode
+        encode = self.text
         return [end, *encode("\n"), start, *encode(f"user\n{text}"), end, *encode("\n"), start, *encode("assistant\n")]
 
     def _stamp(self, offset: float) -> list[int]:
-        return [self._time[0], *self.tokenizer.encode(f"{offset:.1f} seconds"), self._time[1]]
+        return [self._time[0], *self.text(f"{offset:.1f} seconds"), self._time[1]]

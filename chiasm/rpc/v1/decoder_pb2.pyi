@@ -494,6 +494,7 @@ class DecodeResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     SILENCE_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___DecodeAdmitted:
@@ -532,6 +533,10 @@ class DecodeResponse(_message.Message):
         """Asks for a unit again."""
 
     @_builtins.property
+    def attached(self) -> Global___DecodeAttached:
+        """Says that entries were copied."""
+
+    @_builtins.property
     def load(self) -> _common_pb2.Load:
         """Says how busy the worker is, now and then."""
 
@@ -547,13 +552,14 @@ class DecodeResponse(_message.Message):
         finished: _common_pb2.Finished | None = ...,
         silence: _common_pb2.Silence | None = ...,
         missing: Global___DecodeMissing | None = ...,
+        attached: Global___DecodeAttached | None = ...,
         load: _common_pb2.Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "finished", b"finished", "laid", b"laid", "load", b"load", "message", b"message", "missing", b"missing", "silence", b"silence", "started", b"started", "states", b"states", "tokens", b"tokens", "visible", b"visible"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "finished", b"finished", "laid", b"laid", "load", b"load", "message", b"message", "missing", b"missing", "silence", b"silence", "started", b"started", "states", b"states", "tokens", b"tokens", "visible", b"visible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "finished", b"finished", "laid", b"laid", "load", b"load", "message", b"message", "missing", b"missing", "silence", b"silence", "started", b"started", "states", b"states", "tokens", b"tokens", "visible", b"visible"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "attached", b"attached", "finished", b"finished", "laid", b"laid", "load", b"load", "message", b"message", "missing", b"missing", "silence", b"silence", "started", b"started", "states", b"states", "tokens", b"tokens", "visible", b"visible"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["admitted", "laid", "started", "tokens", "visible", "states", "finished", "silence", "missing"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["admitted", "laid", "started", "tokens", "visible", "states", "finished", "silence", "missing", "attached"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -608,6 +614,32 @@ class DecodeAdmitted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeAdmitted: _TypeAlias = DecodeAdmitted  # noqa: Y015
+
+@_typing.final
+class DecodeAttached(_message.Message):
+    """Says that the entries of these units were verified and copied. Their pins are taken back, and their bytes may be given
+    to the encoder as credit.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitRef]:
+        """Names the units."""
+
+    def __init__(
+        self,
+        *,
+        units: _abc.Iterable[_common_pb2.UnitRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeAttached: _TypeAlias = DecodeAttached  # noqa: Y015
 
 @_typing.final
 class DecodeMissing(_message.Message):

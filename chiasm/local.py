@@ -1,0 +1,184 @@
+"""The whole system in one process: router logic, both halves of a model and the memory store, joined by calls.
+
+The same servicers that later stand behind sockets are called directly, message by message. Nothing is shared between the
+halves but the store: the encoder half holds no language model, the decoder half no vision transformer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import torch
+
+from chiasm.cache.entry import tenant_root
+from chiasm.cache.memory import MemoryStore
+from chiasm.errors import DeadlineExceeded, NotFound
+from chiasm.media.sandbox import Sandbox
+from chiasm.media.types import Limits
+from chiasm.models.registry import Model, find
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from chiasm.rpc.v1 import router_pb2 as rpb
+from decoder_service.engine import DecoderEngine
+from decoder_service.model import DecoderModel
+from decoder_service.servicer import DecoderServicer
+from encoder_service.engine import EncoderEngine
+from encoder_service.servicer import EncoderServicer, EncoderSettings
+from router.fleet import Pair
+from router.servicer import RouterServicer
+
+TENANT = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """How the system in one process runs.
+
+    Attributes:
+        dtype: None takes the checkpoint's own on a GPU and float32 on a CPU.
+        text_tokens, visual_tokens: what the two pools hold; None makes them four contexts large, at most 256 Ki tokens.
+        store_bytes: budget of the entry store.
+        media_workers: processes that open media.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+    text_tokens: int | None = None
+    visual_tokens: int | None = None
+    store_bytes: int = 1 << 30
+    media_workers: int = 1
+    max_patches: int = 16_384
+
+
+class _Encoder:
+    """`EncoderCalls` on a servicer in this process."""
+
+    def __init__(self, servicer: EncoderServicer) -> None:
+        self._servicer = servicer
+
+    def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]:
+        return self._servicer.Encode(requests, None)
+
+
+class _Decoder:
+    """`DecoderCalls` on a servicer in this process."""
+
+    def __init__(self, servicer: DecoderServicer) -> None:
+        self._servicer = servicer
+
+    def decode(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncIterator[dpb.DecodeResponse]:
+        return self._servicer.Decode(requests, None)
+
+
+class _OnePair:
+    """`Fleet` of a single model."""
+
+    def __init__(self, name: str, pair: Pair) -> None:
+        self._name = name
+        self._pair = pair
+
+    def models(self) -> dict[str, Pair]:
+        return {self._name: self._pair}
+
+    def choose(self, model: str) -> Pair:
+        if model != self._name:
+            raise NotFound("MODEL_NOT_FOUND", f"there is no model {model!r} here")
+        return self._pair
+
+
+class LocalService:
+    """A running system: what the SDK's in-process client talks to. Used from the event loop it was started on.
+
+    Attributes:
+        encoder, decoder, store: for those who look inside, tests above all.
+    """
+
+    def __init__(self, model: Model, settings: LocalSettings) -> None:
+        device = torch.device(settings.device)
+        dtype = settings.dtype or (torch.float32 if device.type == "cpu" else None)
+        fingerprint = model.checkpoint.fingerprint
+        workers = secrets.token_bytes(32)
+        decoder_half = model.decoder(device=device, dtype=dtype)
+        pool = min(4 * decoder_half.max_positions, 1 << 18)
+        self.name = model.name
+        self.store = MemoryStore(settings.store_bytes)
+        self.encoder = EncoderEngine(
+            model.encoder(device=device, dtype=dtype),
+            model.processor,
+            fingerprint=fingerprint,
+            store=self.store,
+            workers_secret=workers,
+            max_patches=settings.max_patches,
+        )
+        engine = DecoderEngine(
+            decoder_half,
+            model.processor,
+            text_tokens=settings.text_tokens or pool,
+            visual_tokens=settings.visual_tokens or pool,
+        )
+        self.decoder = DecoderModel(
+            engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers
+        )
+        limits = Limits()
+        self.sandbox = Sandbox(workers=settings.media_workers, limits=limits)
+        family = model.family.name
+        encoder = EncoderServicer(
+            self.encoder,
+            self.sandbox,
+            EncoderSettings(model=model.name, family=family, device=settings.device),
+            limits,
+        )
+        decoder = DecoderServicer(self.decoder, name=model.name, family=family, device=settings.device)
+        pair = Pair(
+            fingerprint=self.encoder.identity_digest,
+            encoder=_Encoder(encoder),
+            decoder=_Decoder(decoder),
+            family=family,
+            context_limit=self.decoder.context_limit,
+            layers=decoder_half.self_layers + decoder_half.entry_shape.layers,
+        )
+        root = tenant_root(secrets.token_bytes(32), TENANT)
+        self.router = RouterServicer(_OnePair(model.name, pair), tenant_root=root)
+
+    @classmethod
+    async def start(cls, model: str, settings: LocalSettings | None = None) -> LocalService:
+        """Loads a checkpoint: a folder, or the name of one that comes with the package.
+
+        Raises CheckpointError for one that cannot be served.
+        """
+        return await asyncio.to_thread(lambda: cls(Model(find(model)), settings or LocalSettings()))
+
+    async def generate(
+        self, request: rpb.GenerateRequest, *, timeout: float | None = None
+    ) -> AsyncGenerator[rpb.GenerateResponse, None]:
+        """The events of an answer; `timeout` seconds bound the whole of it. Closing the generator cancels the request.
+
+        Raises whatever a server would answer, as the classes of `chiasm.errors`.
+        """
+        loop = asyncio.get_running_loop()
+        end = None if timeout is None else loop.time() + timeout
+        responses = self.router.Generate(request, None)
+        assert isinstance(responses, AsyncGenerator)
+        async with aclosing(responses):
+            while True:
+                try:
+                    async with asyncio.timeout_at(end):
+                        response = await anext(responses, None)
+                except TimeoutError:
+                    raise DeadlineExceeded(f"the request took longer than {timeout} s") from None
+                if response is None:
+                    return
+                yield response
+
+    async def list_models(self) -> rpb.ListModelsResponse:
+        return await self.router.ListModels(rpb.ListModelsRequest(), None)
+
+    async def close(self) -> None:
+        """Ends everything that was started, the media processes included."""
+        await self.sandbox.close()
+        await self.encoder.close()
+        await self.decoder.close()

@@ -1,0 +1,232 @@
+"""One worker process and the socket to it, seen from the parent. Serves one job at a time.
+
+The parent trusts nothing that comes back: a worker may have been taken over by the file it reads. Sizes are checked
+before memory is set aside for them, words are cut, and what is not an answer of this protocol counts as a dead worker.
+Who gets which worker and what a death means is decided in `chiasm.media.sandbox`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import chiasm
+from chiasm.errors import InvalidRequest
+from chiasm.media import framing
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
+
+_MAX_FLAGS = 64
+# Large messages arrive whenever they can; in between, others get the loop.
+_BYTES_PER_TURN = 4 * 2**20
+
+# What a worker may say. Anything else means that it is no longer the program that was started.
+_REASONS = frozenset(
+    {
+        "MEDIA_DECODE_FAILED",
+        "MEDIA_UNSUPPORTED",
+        "MEDIA_TOO_LARGE",
+        "NO_FRAMES",
+        "NO_VIDEO_STREAM",
+        "FRAME_LAYOUT",
+    }
+)
+
+
+class Died(Exception):
+    """The worker is gone or does not keep to the protocol."""
+
+
+class Worker:
+    """A running process. `jobs` counts what it has done, `ended` is done with the exit status once it is reaped.
+
+    The process is watched and signalled through a descriptor of its own, so that neither a reused process id nor
+    another watcher of children can come between. To be made inside a running event loop, in which it then lives.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.connection, theirs = socket.socketpair()
+        try:
+            self.connection.setblocking(False)
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-s", "-m", "chiasm.media.worker"),
+                    *(str(theirs.fileno()), str(limits.memory_bytes), str(limits.open_files)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the libraries' own words, which may hold addresses
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,  # a Ctrl-C at a terminal is for the server, which then ends its workers
+            )
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            theirs.close()
+        self._handle = os.pidfd_open(self._process.pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._handle, self._reap)
+        self.ended: asyncio.Future[int] = self._loop.create_future()
+        self.jobs = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends the process now; `ended` says when it is gone. Whoever waits for an answer is woken by its absence."""
+        if not self.ended.done():
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._handle)
+        os.close(self._handle)
+        # A waiting reader has been woken by the end of the stream, which comes before the end of the process.
+        self.connection.close()
+        self.ended.set_result(self._process.wait())
+
+    async def send(self, header: dict[str, Any], parts: Sequence[bytes | memoryview]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self.connection, framing.pack(header, [len(part) for part in parts]))
+            for part in parts:
+                await loop.sock_sendall(self.connection, part)
+        except OSError as error:
+            raise Died from error
+
+    async def _receive(self, view: memoryview) -> None:
+        """Fills `view` or raises Died."""
+        loop = asyncio.get_running_loop()
+        turn = 0
+        while view:
+            try:
+                count = await loop.sock_recv_into(self.connection, view)
+            except OSError as error:
+                raise Died from error
+            if count == 0:
+                raise Died
+            view = view[count:]
+            turn += count
+            if turn >= _BYTES_PER_TURN:
+                turn = 0
+                await asyncio.sleep(0)
+
+    async def _header(self) -> tuple[dict[str, Any], list[int]]:
+        prefix = bytearray(framing.PREFIX.size)
+        await self._receive(memoryview(prefix))
+        try:
+            body = bytearray(framing.header_size(prefix))
+            await self._receive(memoryview(body))
+            return framing.unpack(body)
+        except framing.BrokenFrame as error:
+            raise Died from error
+
+    async def answer(self, limits: Limits) -> Probed | Frame | Decoded:
+        """One answer of a worker. It may be lying: every number is checked before memory follows from it."""
+        header, parts = await self._header()
+        try:
+            return await self._understand(header, parts, limits)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise Died from error
+
+    async def _understand(self, header: dict[str, Any], parts: list[int], limits: Limits) -> Probed | Frame | Decoded:
+        what = header["is"]
+        if what == "error":
+            raise _refusal(header)
+        if what == "frame":
+            height, width = _natural(header["height"]), _natural(header["width"])
+            offset = _seconds(header["offset"])
+            _demand(0 < height * width <= limits.max_pixels and parts == [height * width * 3])
+            rgb = np.empty((height, width, 3), np.uint8)
+            await self._receive(rgb.data.cast("B"))
+            return Frame(_natural(header["index"]), offset, rgb)
+        flags = tuple(str(flag)[:64] for flag in header["flags"][:_MAX_FLAGS])
+        if what == "decoded":
+            return Decoded(_natural(header["frames"]), bool(header["truncated"]), flags)
+        _demand(what == "probed" and header["kind"] in ("image", "video"))
+        height, width = _natural(header["height"]), _natural(header["width"])
+        _demand(0 < height * width <= limits.max_pixels)
+        _demand(len(parts) == 1 and parts[0] % 8 == 0 and 8 <= parts[0] <= 8 * limits.max_video_frames)
+        packed = bytearray(parts[0])
+        await self._receive(memoryview(packed))
+        offsets = tuple(_seconds(offset) for offset in array("d", bytes(packed)))
+        return Probed(
+            header["kind"],
+            height,
+            width,
+            offsets,
+            _seconds(header["duration"]),
+            str(header["found"])[:64],
+            bool(header["animated"]),
+            _natural(header["frames_in_file"]),
+            flags,
+        )
+
+
+def _environment() -> dict[str, str]:
+    """What Python needs to find this library, and one thread for every library that would start more."""
+    path = [str(Path(chiasm.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LC_ALL": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+def message(do: str, source: MediaSource, indices: Sequence[int], limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+    bounds = dataclasses.asdict(limits)
+    header = {
+        "do": do,
+        "kind": source.kind,
+        "offsets": None if source.offsets is None else [float(offset) for offset in source.offsets],
+        "layouts": None,
+        "limits": {**bounds, "formats": sorted(limits.formats)},
+    }
+    packed = array("q", indices).tobytes()
+    if source.data is not None:
+        return header, [source.data, packed]
+    assert source.frames is not None
+    frames = source.frames
+    raws = [frame if isinstance(frame, RawFrame) else None for frame in frames]
+    layouts = [None if frame is None else [frame.height, frame.width, frame.channels] for frame in raws]
+    files = [frame.data if isinstance(frame, RawFrame) else frame for frame in frames]
+    return {**header, "layouts": layouts}, [*files, packed]
+
+
+def _demand(kept: bool) -> None:
+    if not kept:
+        raise Died
+
+
+def _natural(value: Any) -> int:
+    _demand(type(value) is int and 0 <= value < 2**53)
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    _demand(isinstance(value, (int, float)) and math.isfinite(value) and value >= 0)
+    return float(value)
+
+
+def _refusal(header: dict[str, Any]) -> InvalidRequest:
+    reason, message, facts = header["reason"], header["message"], header["facts"]
+    _demand(reason in _REASONS and isinstance(message, str) and isinstance(facts, dict))
+    _demand(len(facts) <= 16 and all(type(fact) in (str, int, float, bool) for fact in facts.values()))
+    kept = {str(name)[:64]: fact[:64] if isinstance(fact, str) else fact for name, fact in facts.items()}
+    return InvalidRequest(reason, message[:300], facts=kept)

@@ -1,0 +1,162 @@
+"""The wire's words about timelines to ours. What this release does not do is refused by name, never passed over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from chiasm.chat_template import Piece, Slot, Turn
+from chiasm.errors import InvalidRequest, Unsupported
+from chiasm.models.family import Prompt
+from chiasm.rpc.times import to_seconds
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from decoder_service.sampler import Drawing
+from decoder_service.sequence import SizedSlot
+
+_ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant", pb.ROLE_TOOL: "tool"}
+
+# Options of the wire that are not done yet, each with the value that means "not used".
+_UNBUILT_SAMPLING: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "n": 1,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+}
+_UNBUILT_LISTS = ("logit_bias", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an answer is drawn and where it ends.
+
+    Attributes:
+        max_tokens: None means up to the end of the context.
+        stop_ids, banned_ids: beside the checkpoint's own.
+    """
+
+    drawing: Drawing
+    max_tokens: int | None
+    stop_ids: frozenset[int]
+    banned_ids: frozenset[int]
+    ignore_eos: bool
+
+
+def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Options:
+    """Raises InvalidRequest for a value out of range, Unsupported for an option that is not built."""
+    for name, unused in _UNBUILT_SAMPLING.items():
+        if sampling.HasField(name) and getattr(sampling, name) != unused:  # type: ignore[arg-type]
+            raise Unsupported("FEATURE_DISABLED", f"sampling.{name} is not served", facts={"field": name})
+    used = [name for name in _UNBUILT_LISTS if getattr(sampling, name)]
+    used += [name for name in ("logprobs", "guide") if sampling.HasField(name)]
+    if used:
+        raise Unsupported("FEATURE_DISABLED", f"sampling.{used[0]} is not served", facts={"field": used[0]})
+    if not 0 <= sampling.temperature <= 100:
+        raise _out_of_range("temperature", sampling.temperature, "0 to 100")
+    if sampling.HasField("max_tokens") and not 1 <= sampling.max_tokens < 2**31:
+        raise _out_of_range("max_tokens", sampling.max_tokens, "1 to 2147483647")
+    for name in ("stop_token_ids", "banned_token_ids"):
+        for token in getattr(sampling, name):
+            if token >= vocabulary:
+                raise _out_of_range(name, token, f"0 to {vocabulary - 1}")
+    return Options(
+        drawing=Drawing(temperature=sampling.temperature, seed=seed),
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        stop_ids=frozenset(sampling.stop_token_ids),
+        banned_ids=frozenset(sampling.banned_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Piece]:
+    """Runs of token ids, and slots, in order. Raises InvalidRequest for a prompt that is none."""
+    which = prompt.WhichOneof("form")
+    if which == "conversation":
+        if prompt.conversation.continue_last:
+            raise Unsupported("FEATURE_DISABLED", "continue_last is not served", facts={"field": "continue_last"})
+        turns = [read_turn(turn, f"messages[{i}]") for i, turn in enumerate(prompt.conversation.turns)]
+        if not turns:
+            raise InvalidRequest("EMPTY_PROMPT", "the conversation has no turns")
+        return family.turns(turns)
+    if which == "plain":
+        return [_plain_piece(part, family, vocabulary, f"parts[{i}]") for i, part in enumerate(prompt.plain.parts)]
+    raise InvalidRequest("FIELD_MISSING", "the prompt is missing", facts={"field": "prompt"})
+
+
+def read_turn(turn: pb.Turn, item: str) -> Turn:
+    if turn.role not in _ROLES:
+        raise InvalidRequest("FIELD_OUT_OF_RANGE", f"role {turn.role} is not known", item=item)
+    parts: list[str | Slot] = []
+    for part in turn.parts:
+        which = part.WhichOneof("content")
+        if which == "text":
+            parts.append(part.text)
+        elif which == "slot":
+            parts.append(Slot(part.slot))
+        elif which == "tokens":
+            raise Unsupported("FEATURE_DISABLED", "tokens inside a turn are not served, only in a plain prompt", item=item)
+        else:
+            raise InvalidRequest("FIELD_MISSING", "a part is empty", item=item)
+    return Turn(_ROLES[turn.role], tuple(parts))
+
+
+def _plain_piece(part: pb.Part, family: Prompt, vocabulary: int, item: str) -> Piece:
+    which = part.WhichOneof("content")
+    if which == "text":
+        return family.text(part.text)
+    if which == "slot":
+        return Slot(part.slot)
+    if which == "tokens":
+        for i, token in enumerate(part.tokens.ids):
+            if token >= vocabulary:
+                raise _out_of_range(f"{item}.ids[{i}]", token, f"0 to {vocabulary - 1}")
+            if token in family.banned_ids:
+                raise InvalidRequest(
+                    "PLACEHOLDER_MISMATCH", f"token {token} stands for a medium: name a slot", item=item, facts={"index": i}
+                )
+        return list(part.tokens.ids)
+    raise InvalidRequest("FIELD_MISSING", "a part is empty", item=item)
+
+
+def sized_slot(sized: dpb.DecodeSized, kind: pb.MediaKind.ValueType, family: Prompt) -> SizedSlot:
+    """The units of a slot with the text around them."""
+    offsets = [to_seconds(unit.frames[0].frame_offset) if unit.frames else 0.0 for unit in sized.units]
+    if kind == pb.MEDIA_KIND_FRAME:
+        before, after = family.frame(offsets[0])
+        pieces: list[list[int] | int] = [before, 0, after]
+    else:
+        pieces = family.medium("video" if kind == pb.MEDIA_KIND_VIDEO else "image", offsets)
+    laid = [piece for piece in pieces if isinstance(piece, int)]
+    if laid != list(range(len(sized.units))):
+        raise InvalidRequest(
+            "PLACEHOLDER_MISMATCH",
+            f"{len(sized.units)} units came where {len(laid)} are laid",
+            facts={"placeholders": len(laid), "media": len(sized.units)},
+        )
+    grids = [(unit.grid.h, unit.grid.w) for unit in sized.units]
+    return SizedSlot(pieces, grids, offsets, sized.final)
+
+
+def check_slots(pieces: Iterable[Piece], slots: Sequence[dpb.Slot]) -> None:
+    """Every slot that is named is used, once and in order; otherwise PLACEHOLDER_MISMATCH with both counts."""
+    used = [piece.index for piece in pieces if isinstance(piece, Slot)]
+    named = [slot.slot for slot in slots]
+    if used != named:
+        raise InvalidRequest(
+            "PLACEHOLDER_MISMATCH",
+            f"the prompt places {len(used)} media, {len(named)} came with it",
+            facts={"placeholders": len(used), "media": len(named)},
+        )
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> InvalidRequest:
+    shown = "NaN" if math.isnan(value) else value
+    return InvalidRequest(
+        "FIELD_OUT_OF_RANGE", f"{name} is {shown}, must be {allowed}", facts={"field": name, "range": allowed}
+    )

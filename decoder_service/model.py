@@ -1,0 +1,134 @@
+"""What all timelines of a decoder share: the engine and its thread, tokenizer and template, the store, the reservations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from chiasm.cache.entry import Form, Identity
+from chiasm.cache.store import EntryStore
+from chiasm.errors import InvalidRequest, Overloaded
+from chiasm.models.family import Prompt
+from decoder_service.engine import DecoderEngine
+from decoder_service.sequence import DecodeSequence
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Room(NamedTuple):
+    """Of both pools: pages of text tokens, and visual tokens."""
+
+    pages: int
+    visual: int
+
+
+class DecoderModel:
+    """One model of a decoder. Used from one event loop.
+
+    Args:
+        fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
+        workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
+    """
+
+    def __init__(
+        self, engine: DecoderEngine, prompt: Prompt, *, fingerprint: str, store: EntryStore, workers_secret: bytes
+    ) -> None:
+        self.engine = engine
+        self.prompt = prompt
+        self.store = store
+        self.workers_secret = workers_secret
+        self.identity = Identity(fingerprint, engine.processor.describe(), Form.CROSS_KV, engine.half.dtype)
+        self.identity_digest = self.identity.digest()
+        self.vocabulary = engine.half.vocab_size
+        self.context_limit = engine.half.max_positions
+        self.silence_id = prompt.silence_id
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+        self._reserved: dict[DecodeSequence, _Room] = {}
+        self._turns: deque[object] = deque()  # who waits for room, in order
+        self._freed = asyncio.Condition()
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.prompt.token_bytes(token)
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a method of the engine in the device's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._device, lambda: function(*args, **kwargs))
+
+    async def reserve(self, sequence: DecodeSequence, *, text: int, visual: int) -> None:
+        """Waits, first come first served, until both pools have room for a whole timeline, and keeps it free.
+
+        A timeline that has all it may need before it begins can neither starve nor deadlock another.
+
+        Raises InvalidRequest NEVER_FITS for a timeline larger than a pool.
+        """
+        size = self.engine.pages.page_size
+        need = _Room(-(-text // size), visual)
+        for what, needed, capacity in (
+            ("text tokens", need.pages * size, self.engine.pages.total * size),
+            ("visual tokens", visual, self.engine.extents.total),
+        ):
+            if needed > capacity:
+                raise InvalidRequest(
+                    "NEVER_FITS",
+                    f"{needed} {what} are needed, the pool holds {capacity}",
+                    facts={"needed": needed, "capacity": capacity},
+                )
+        turn = object()
+        self._turns.append(turn)
+        try:
+            async with self._freed:
+                await self._freed.wait_for(lambda: self._turns[0] is turn and self._fits(need))
+                self._reserved[sequence] = need
+        finally:
+            self._turns.remove(turn)
+            await self._wake()
+
+    async def widen(self, sequence: DecodeSequence, *, visual: int) -> None:
+        """Reserves more visual tokens for a timeline that has grown. It does not wait: two that wait for each other's
+        room would wait for ever.
+
+        Raises Overloaded KV_POOL_FULL if they are not free.
+        """
+        held = self._reserved[sequence]
+        free = self.engine.extents.total - sum(room.visual for room in self._reserved.values())
+        if visual - held.visual > free:
+            raise Overloaded(
+                "KV_POOL_FULL",
+                f"{visual - held.visual} more visual tokens are needed, {free} are free",
+                retry_after=1.0,
+                facts={"needed": visual - held.visual, "free": free},
+            )
+        self._reserved[sequence] = _Room(held.pages, max(visual, held.visual))
+
+    async def release(self, sequence: DecodeSequence) -> None:
+        """Gives back everything a timeline holds or has reserved, after the step that is running.
+
+        It is done even if the caller is cancelled while it waits for that.
+        """
+        releasing = asyncio.create_task(self._release(sequence))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
+        await asyncio.shield(releasing)
+
+    async def _release(self, sequence: DecodeSequence) -> None:
+        await self.run(self.engine.release, sequence)
+        self._reserved.pop(sequence, None)
+        await self._wake()
+
+    def _fits(self, need: _Room) -> bool:
+        pages = sum(room.pages for room in self._reserved.values())
+        visual = sum(room.visual for room in self._reserved.values())
+        return pages + need.pages <= self.engine.pages.total and visual + need.visual <= self.engine.extents.total
+
+    async def _wake(self) -> None:
+        async with self._freed:
+            self._freed.notify_all()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._releasing)
+        await asyncio.to_thread(self._device.shutdown)

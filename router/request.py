@@ -1,0 +1,189 @@
+"""What a client asks, checked before anything is started.
+
+Every rule here is cheaper than opening a medium; what only a worker can know (pixels, frames, tokens) is checked there. It
+knows messages and bounds, no worker.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from chiasm.errors import InvalidRequest, PermissionDenied, Unsupported
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import router_pb2 as rpb
+
+MAX_TEXT_BYTES = 4 << 20
+MAX_MEDIA = 256
+
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, 100, "0 to 100"),
+    "top_p": (math.ulp(0.0), 1, "more than 0, at most 1"),
+    "min_p": (0, 1, "0 to 1"),
+    "repetition_penalty": (math.ulp(0.0), 1e6, "more than 0"),
+    "presence_penalty": (-2, 2, "-2 to 2"),
+    "frequency_penalty": (-2, 2, "-2 to 2"),
+    "max_tokens": (1, 2**31 - 1, "1 to 2147483647"),
+    "n": (1, 16, "1 to 16"),
+    "logprobs": (0, 20, "0 to 20"),
+}
+
+
+def check_generate(request: rpb.GenerateRequest) -> None:
+    """Raises InvalidRequest, PermissionDenied or Unsupported for a request that cannot be served as it is."""
+    _no_unknown_fields(request, "")
+    if len(request.request_id) > 128 or not (request.request_id.isascii() and request.request_id.isprintable()):
+        raise _out_of_range("request_id", "at most 128 printable ASCII characters")
+    _check_sampling(request.sampling)
+    slots = list(_check_prompt(request.prompt))
+    if slots != list(range(len(request.media))):
+        raise InvalidRequest(
+            "PLACEHOLDER_MISMATCH",
+            f"the prompt places media {slots}, {len(request.media)} came with it",
+            facts={"placeholders": len(slots), "media": len(request.media)},
+        )
+    if len(request.media) > MAX_MEDIA:
+        raise InvalidRequest(
+            "TOO_MANY_ITEMS",
+            f"{len(request.media)} media are asked about, {MAX_MEDIA} are allowed",
+            facts={"got": len(request.media), "limit": MAX_MEDIA},
+        )
+    items = item_paths(request.prompt)
+    for slot, medium in enumerate(request.media):
+        _check_medium(medium, items[slot])
+    for name in ("adapter",):
+        if getattr(request, name):
+            raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
+    for name in ("resume", "budget", "priority"):
+        if request.HasField(name):  # type: ignore[arg-type]
+            raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
+
+
+def item_paths(prompt: pb.Prompt) -> list[str]:
+    """The path of each medium in the prompt, by slot: `messages[0].content[2]`."""
+    paths = {}
+    for path, part in _parts(prompt):
+        if part.WhichOneof("content") == "slot":
+            paths[part.slot] = path
+    return [paths[slot] for slot in sorted(paths)]
+
+
+def chunks(medium: pb.Media, size: int) -> Iterator[pb.MediaChunk]:
+    """A medium's bytes in pieces of at most `size`, the last one marked."""
+    listed = medium.WhichOneof("source") == "frames"
+    frames = [frame.data for frame in medium.frames.frames] if listed else [medium.data]
+    for number, data in enumerate(frames):
+        for at in range(0, max(len(data), 1), size):
+            last = number == len(frames) - 1 and at + size >= len(data)
+            yield pb.MediaChunk(frame=number, data=data[at : at + size], last=last)
+
+
+def header(medium: pb.Media) -> pb.MediaHeader:
+    """What is said of a medium before its bytes."""
+    described = pb.MediaHeader(kind=medium.kind, mime_type=medium.mime_type)
+    if medium.WhichOneof("source") == "frames":
+        described.frames.frames.extend(frame.header for frame in medium.frames.frames)
+        if medium.frames.HasField("fps"):
+            described.frames.fps = medium.frames.fps
+    else:
+        described.byte_length = len(medium.data)
+    return described
+
+
+def seed_of(sampling: pb.SamplingParams) -> int:
+    """The seed of a request: its own, or one drawn now."""
+    return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
+
+
+def _parts(prompt: pb.Prompt) -> Iterator[tuple[str, pb.Part]]:
+    if prompt.WhichOneof("form") == "plain":
+        yield from ((f"parts[{i}]", part) for i, part in enumerate(prompt.plain.parts))
+    for i, turn in enumerate(prompt.conversation.turns):
+        yield from ((f"messages[{i}].content[{j}]", part) for j, part in enumerate(turn.parts))
+
+
+def _check_prompt(prompt: pb.Prompt) -> Iterator[int]:
+    """Yields the slots the prompt places, in order."""
+    if prompt.WhichOneof("form") is None:
+        raise InvalidRequest("FIELD_MISSING", "the prompt is missing", facts={"field": "prompt"})
+    _check_order(prompt.conversation.turns)
+    parts = list(_parts(prompt))
+    size = sum(len(part.text.encode("utf-8", "replace")) for _, part in parts)
+    if size > MAX_TEXT_BYTES:
+        raise InvalidRequest(
+            "TEXT_TOO_LARGE",
+            f"the prompt has {size} bytes of text, {MAX_TEXT_BYTES} are allowed",
+            facts={"bytes": size, "limit": MAX_TEXT_BYTES},
+        )
+    empty = True
+    for path, part in parts:
+        which = part.WhichOneof("content")
+        if which is None:
+            raise InvalidRequest("FIELD_MISSING", "a part is empty", item=path)
+        empty = empty and not (part.text or which == "slot" or part.tokens.ids)
+        if which == "slot":
+            yield part.slot
+    if empty:
+        raise InvalidRequest("EMPTY_PROMPT", "there is neither text nor a medium")
+
+
+def _check_order(turns: Sequence[pb.Turn] | RepeatedCompositeFieldContainer[pb.Turn]) -> None:
+    for i, turn in enumerate(turns):
+        if turn.role not in pb.Role.values() or turn.role == pb.ROLE_UNSPECIFIED:
+            raise InvalidRequest("FIELD_OUT_OF_RANGE", f"role {turn.role} is not known", item=f"messages[{i}]")
+        if turn.role == pb.ROLE_SYSTEM and i:
+            raise InvalidRequest("MESSAGE_ORDER", "a system turn comes first", item=f"messages[{i}]", facts={"index": i})
+    if turns and turns[-1].role == pb.ROLE_ASSISTANT:
+        last = len(turns) - 1
+        raise InvalidRequest(
+            "MESSAGE_ORDER", "the last turn is the assistant's", item=f"messages[{last}]", facts={"index": last}
+        )
+
+
+def _check_medium(medium: pb.Media, item: str) -> None:
+    source = medium.WhichOneof("source")
+    if source is None:
+        raise InvalidRequest("FIELD_MISSING", "the medium has no source", item=item, facts={"field": "source"})
+    if medium.kind not in (pb.MEDIA_KIND_IMAGE, pb.MEDIA_KIND_VIDEO):
+        raise InvalidRequest("FIELD_OUT_OF_RANGE", f"media kind {medium.kind} is not known", item=item)
+    if source == "uri":
+        raise PermissionDenied("URL_NOT_ALLOWED", "this server fetches no media", item=item)
+    if source == "handle":
+        raise Unsupported("FEATURE_DISABLED", "uploads are not served", item=item)
+    if source == "frames" and not medium.frames.frames:
+        raise InvalidRequest("NO_FRAMES", "the list of frames is empty", item=item)
+
+
+def _check_sampling(sampling: pb.SamplingParams) -> None:
+    for name, (low, high, allowed) in _RANGES.items():
+        # Written so that NaN, which compares false with everything, is refused.
+        if sampling.HasField(name) and not low <= getattr(sampling, name) <= high:  # type: ignore[arg-type]
+            raise _out_of_range(name, allowed)
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise _out_of_range("min_tokens", f"at most max_tokens ({sampling.max_tokens})")
+
+
+def _no_unknown_fields(message: Message, path: str) -> None:
+    """An option that is not known would be an option ignored, and its answer a wrong one."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise InvalidRequest(
+            "UNKNOWN_FIELD", f"{path or 'the request'} has a field {unknown[0].field_number} that is not known"
+        )
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        inner = f"{path}.{field.name}" if path else field.name
+        for i, item in enumerate(value if field.is_repeated else [value]):
+            _no_unknown_fields(item, f"{inner}[{i}]" if field.is_repeated else inner)
+
+
+def _out_of_range(name: str, allowed: str) -> InvalidRequest:
+    return InvalidRequest(
+        "FIELD_OUT_OF_RANGE", f"{name} must be {allowed}", item=name, facts={"field": name, "range": allowed}
+    )
