@@ -8,19 +8,45 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from chiasm.client import Client, Finished, Frames, FramesVisible, Image, Message, SamplingParams, Token, Video
+    from chiasm.client import (
+        AsyncClient,
+        AsyncGenerationStream,
+        Client,
+        Finished,
+        Frames,
+        FramesVisible,
+        Generation,
+        GenerationStream,
+        Image,
+        MediaUsage,
+        Message,
+        SamplingParams,
+        Started,
+        TimelineFrame,
+        Token,
+        Usage,
+        Video,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncClient",
+    "AsyncGenerationStream",
     "Client",
     "Finished",
     "Frames",
     "FramesVisible",
+    "Generation",
+    "GenerationStream",
     "Image",
+    "MediaUsage",
     "Message",
     "SamplingParams",
+    "Started",
+    "TimelineFrame",
     "Token",
+    "Usage",
     "Video",
     "__version__",
 ]

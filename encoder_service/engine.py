@@ -88,6 +88,11 @@ class EncoderEngine:
         self._device = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     @property
+    def in_flight(self) -> int:
+        """Units that wait for the model or are in it."""
+        return len(self._flying)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of an entry per vision token."""
         shape = self._half.entry_shape

@@ -1,7 +1,7 @@
 """Small random checkpoints of any MOSS-VL configuration, in Hugging Face layout. Equal seeds write equal bytes.
 
-For tests that need a checkpoint of some shape, not a model that says anything. Sizes default to what a second of one core
-can do much with; every one of them can be set.
+For tests that need a checkpoint of some shape, not a model that says anything. Sizes default to what runs in
+milliseconds on one core; every one of them can be set.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ class LoopThread:
         self._thread.start()
         self._loop, self._stop = ready.result()
 
+    def is_current(self) -> bool:
+        """Whether the calling thread is the loop's own."""
+        return threading.current_thread() is self._thread
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine to its end and returns its result.
 
@@ -36,7 +40,7 @@ class LoopThread:
 
         Raises what the coroutine raises; Cancelled if it was cancelled; RuntimeError if the loop was stopped.
         """
-        assert threading.current_thread() is not self._thread, "the loop would wait for itself"
+        assert not self.is_current(), "the loop would wait for itself"
         outcome: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 

@@ -91,8 +91,8 @@ def encoded(source: Any, layout: Layout | None = None, *, limit: int) -> bytes |
     """The bytes of a source that was taken: those of a file, a PNG of a Pillow image, the pixels of an array.
 
     Raises:
-        InvalidRequest: MEDIA_EMPTY; MEDIA_TOO_LARGE above `limit` bytes, found before a file is read; MEDIA_DECODE_FAILED
-            if Pillow cannot read its own image to the end.
+        InvalidRequest: MEDIA_EMPTY; MEDIA_TOO_LARGE above `limit` bytes, found before a file is read;
+            MEDIA_DECODE_FAILED if Pillow cannot read its own image to the end.
         OSError: for a path that cannot be read.
     """
     if isinstance(source, os.PathLike):

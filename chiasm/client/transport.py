@@ -1,11 +1,12 @@
 """The one seam of the client: what carries requests away and brings events back.
 
-A transport speaks protobuf and raises `chiasm.errors`. The system in this process is one; it is found by its entry point,
-because the client stands below it and may not import it. Knows no media and no events.
+A transport speaks protobuf and raises `chiasm.errors`. The system in this process is one; it is found by its entry
+point, because the client stands below it and may not import it. Knows no media and no events.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from importlib.metadata import entry_points
 from typing import Protocol, TypeAlias, cast
@@ -60,6 +61,8 @@ def in_process(model: str, *, group: str = GROUP) -> Opener:
                 "`pip install -e .` in it mends that",
                 facts={"entry_point": group},
             )
-        return await cast(InProcess, found[0].load()).start(model)
+        # In a thread: it imports the libraries of the models, which takes seconds.
+        service = cast(type[InProcess], await asyncio.to_thread(found[0].load))
+        return await service.start(model)
 
     return open_in_process

@@ -1,8 +1,8 @@
 """What a caller asks with: media, messages and sampling, as values that are valid once they exist.
 
-A value that could not be served is refused where it is made, with the reason the server would give, so that the traceback
-points at the caller's own line. What can only be known from bytes (is it a picture at all?) is left to the server. Knows
-no protobuf; what was passed in is turned into bytes by `chiasm.client.pixels` and `chiasm.client.convert`.
+A value that could not be served is refused where it is made, with the reason the server would give, so that the
+traceback points at the caller's own line. What can only be known from bytes (is it a picture at all?) is left to the
+server. Knows no protobuf; what was passed in is turned into bytes by `chiasm.client.pixels`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class Video:
             raise TypeError(f"a Video is an encoded file, not a {type(source).__name__}; give pictures as Frames")
         object.__setattr__(self, "source", source)
         _check_fps(self.fps)
-        least, most = _whole("min_frames", self.min_frames, 1, MAX_FRAMES), _whole(
-            "max_frames", self.max_frames, 1, MAX_FRAMES
+        least, most = (
+            _whole("min_frames", self.min_frames, 1, MAX_FRAMES),
+            _whole("max_frames", self.max_frames, 1, MAX_FRAMES),
         )
         if least is not None and most is not None and least > most:
             raise _conflict(f"min_frames {least} is more than max_frames {most}")

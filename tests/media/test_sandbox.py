@@ -146,7 +146,7 @@ async def test_leaving_early_frees_the_worker() -> None:
 
 async def test_cancelling_frees_the_worker() -> None:
     async with Sandbox() as sandbox:
-        task = asyncio.create_task(refusal(sandbox, make.slow_jpeg()))
+        task = asyncio.create_task(frames(sandbox, MediaSource("image", data=make.slow_jpeg())))
         while not sandbox.pids:  # noqa: ASYNC110  (the job itself is the event, and it goes on)
             await asyncio.sleep(0.01)
         (busy,) = sandbox.pids

@@ -146,7 +146,9 @@ def save(directory: Path, encoder: MossVLEncoder, decoder: MossVLDecoder) -> Non
     (directory / "tokenizer.json").write_text(tokenizer + "\n", encoding="utf-8")
     config = json.dumps(config_json(tokenizer), indent=2)
     (directory / "config.json").write_text(config + "\n", encoding="utf-8")
-    save_file(_tensors(encoder, decoder), directory / "model.safetensors", metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(_tensors(encoder, decoder), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # the library writes it for its owner only
 
 
 def _tensors(encoder: MossVLEncoder, decoder: MossVLDecoder) -> dict[str, Tensor]:

@@ -122,8 +122,8 @@ class _Case:
         for number, layer in enumerate(self.halves.config.text.cross_attention_layers if entries else ()):
             self._check(self.report.close, f"layer{layer}.k_post_rope", stream.attached_keys(number))
         prefill = stream.compute("all", capture)
-        self._check(self.report.close, "prefill_logits", prefill)
         self._layers(capture, torch.from_numpy(stream.timeline.visible() > 0))
+        self._check(self.report.close, "prefill_logits", prefill)
         self._greedy(stream, prefill[-1], media, entries)
 
     def run_rounded(self) -> None:
@@ -188,13 +188,13 @@ class _Case:
     def _layers(self, capture: Capture, sees: Tensor) -> None:
         out = None
         for i in range(self.halves.config.text.num_hidden_layers):
+            # The reference lets a row that sees nothing attend to everything and forgets the result later.
+            crossed = capture.joined(f"layer{i}.cross_attn_out")
+            self._check(self.report.close, f"layer{i}.cross_attn_out", crossed, rows=sees)
             # A cross layer that was not called because no row sees anything passes on what it would have been given.
             made = capture.joined(f"layer{i}.out")
             out = out if made is None else made
             self._check(self.report.close, f"layer{i}.out", out)
-            # The reference lets a row that sees nothing attend to everything and forgets the result later.
-            crossed = capture.joined(f"layer{i}.cross_attn_out")
-            self._check(self.report.close, f"layer{i}.cross_attn_out", crossed, rows=sees)
 
     def _greedy(self, stream: Stream, logits: Tensor, media: Sequence[Medium], entries: Sequence[Contract]) -> None:
         """Continues from the prefill token by token, then computes prompt and continuation in one pass."""

@@ -1,0 +1,84 @@
+"""What a person is told when a command fails: what, where, and what to do, in three lines. Never a traceback, unless the
+fault is a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from chiasm.errors import (
+    Cancelled,
+    CheckpointError,
+    ChiasmError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    StatusError,
+    Unsupported,
+)
+
+FAILED = 1
+MISUSED = 2
+INTERRUPTED = 130
+
+_FIXES = {
+    "MEDIA_UNSUPPORTED": "give a JPEG, PNG, WebP, GIF or BMP picture, or a video (MP4, WebM, MKV, AVI, MPEG)",
+    "MEDIA_TYPE_MISMATCH": "ask about the file as what it is",
+    "MEDIA_DECODE_FAILED": "check that the file is whole: does a player show it to its end?",
+    "MEDIA_EMPTY": "give a file that has bytes",
+    "MEDIA_TOO_LARGE": "give a smaller or shorter one",
+    "MEDIA_TOO_SMALL": "give a larger one",
+    "NO_VIDEO_STREAM": "give a file with pictures in it, not only sound",
+    "CONTEXT_LENGTH_EXCEEDED": "use fewer frames or a shorter question",
+}
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turns failures of the block into three lines on standard error and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted, the request was cancelled", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except (ChiasmError, OSError) as error:
+        for line in lines(error):
+            typer.echo(line, err=True)
+        raise typer.Exit(code(error)) from None
+
+
+def code(error: ChiasmError | OSError) -> int:
+    """2 where another command line would help, else 1."""
+    return MISUSED if isinstance(error, InvalidRequest | NotFound | Unsupported | CheckpointError | OSError) else FAILED
+
+
+def lines(error: ChiasmError | OSError) -> tuple[str, str, str]:
+    """What, where, and what to do."""
+    if isinstance(error, OSError):
+        what = error.strerror or type(error).__name__
+        return f"error: {what}", f"  where  {error.filename or 'the file'}", "  fix    give a file that can be read"
+    if isinstance(error, CheckpointError):
+        where = f"  where  {error.where}"
+        return f"error: {'; '.join(error.problems)}", where, "  fix    --model takes digits, or the folder of a checkpoint"
+    if isinstance(error, StatusError):
+        where = " · ".join(
+            part
+            for part in (error.item, error.reason, f"request {error.request_id}" if error.request_id else None)
+            if part
+        )
+        return f"error: {error.message}", f"  where  {where}", f"  fix    {_fix(error)}"
+    stage = error.stage if isinstance(error, DeadlineExceeded) else None
+    fix = "ask again" if isinstance(error, Cancelled) else "try again, or ask for less"
+    return f"error: {error}", f"  where  {stage or type(error).__name__}", f"  fix    {fix}"
+
+
+def _fix(error: StatusError) -> str:
+    if error.retry_after is not None:
+        return f"try again in {error.retry_after:g} s"
+    if error.reason in _FIXES:
+        return _FIXES[error.reason]
+    if isinstance(error, InvalidRequest | NotFound | Unsupported):
+        return "change the request; the same one would fail again"
+    return "this is a fault of the server: please report it with these three lines"

@@ -1,0 +1,291 @@
+"""An answer as it comes: an iterator of events that is also a context manager. Leaving it early cancels the request.
+
+The asynchronous stream does the work; the synchronous one drives it on the client's loop. Both gather text, ids and
+usage on the way, so that the whole answer is at hand when the stream has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+from chiasm.client.call import Call
+from chiasm.client.convert import Reader
+from chiasm.client.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Generation,
+    StageTimes,
+    Started,
+    TimelineFrame,
+    Token,
+    Usage,
+)
+from chiasm.client.loop import LoopThread
+from chiasm.client.transport import Transport
+from chiasm.errors import Cancelled, DeadlineExceeded, StatusError, Unavailable
+from chiasm.rpc.v1.router_pb2 import GenerateRequest
+
+
+class Answer:
+    """What has come so far. All of it is there when the stream has ended.
+
+    Attributes:
+        text, ids: of the tokens so far.
+        frames: every frame of the timeline, from the `Started` event on.
+        finish_reason, usage, times: None until the answer is finished.
+        request_id: names the request in errors and in the server's logs.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.ids: tuple[int, ...] = ()
+        self.frames: tuple[TimelineFrame, ...] = ()
+        self.finish_reason: FinishReason | None = None
+        self.usage: Usage | None = None
+        self.times: StageTimes | None = None
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Token):
+            self._pieces.append(event.text)
+            self.ids += event.ids
+        elif isinstance(event, Started):
+            self.frames = event.frames
+        elif isinstance(event, Finished):
+            self.finish_reason, self.usage, self.times = event.reason, event.usage, event.times
+
+    def whole(self) -> Generation:
+        """The answer as one value. Asked for after the end only."""
+        assert self.finish_reason is not None, "the answer is not finished"
+        assert self.usage is not None, "an end comes with usage"
+        assert self.times is not None, "an end comes with times"
+        return Generation(self.text, self.ids, self.finish_reason, self.usage, self.times, self.frames, self.request_id)
+
+
+class AsyncGenerationStream:
+    """`async with client.stream(...) as stream: async for event in stream: ...`
+
+    The request is sent when the context is entered. Leaving the context cancels it unless it has finished; so do
+    `aclose()` and the cancellation of the task that reads. A stream that is dropped without either is cancelled too,
+    with a ResourceWarning.
+    """
+
+    def __init__(
+        self,
+        transport: Callable[[], Awaitable[Transport]],
+        request: Callable[[], GenerateRequest],
+        *,
+        request_id: str,
+        timeout: float | None,
+        idle_timeout: float | None,
+    ) -> None:
+        self.answer = Answer(request_id)
+        self._transport = transport
+        self._request = request
+        self._timeout = timeout
+        self._idle_timeout = idle_timeout
+        self._call: Call | None = None
+        self._reader = Reader()
+        self._events: deque[Event] = deque()
+        self._over = False
+        self._left = False
+
+    @property
+    def text(self) -> str:
+        return self.answer.text
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.answer.ids
+
+    @property
+    def frames(self) -> tuple[TimelineFrame, ...]:
+        return self.answer.frames
+
+    @property
+    def usage(self) -> Usage | None:
+        return self.answer.usage
+
+    @property
+    def times(self) -> StageTimes | None:
+        return self.answer.times
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.answer.finish_reason
+
+    @property
+    def request_id(self) -> str:
+        return self.answer.request_id
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing runs any longer, because the answer has ended or the stream was closed."""
+        return self._over
+
+    async def start(self) -> None:
+        """Reads the media and sends the request, once. Entering the context does this, and so does the first event."""
+        if self._call is None and not self._over:
+            transport = await self._transport()
+            # Files are read and pictures packed beside the loop, which others use too.
+            request = await asyncio.to_thread(self._request)
+            self._call = Call(transport, request, timeout=self._timeout, idle_timeout=self._idle_timeout)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event.
+
+        Raises ChiasmError: what the server refused or failed with, DeadlineExceeded, IdleTimeout, Cancelled after an
+        early end, Unavailable CONNECTION_LOST if the stream broke off.
+        """
+        while not self._events:
+            if self._left:
+                raise Cancelled("the stream was closed before its end")
+            if self._over:
+                raise StopAsyncIteration
+            await self._fetch()
+        event = self._events.popleft()
+        self.answer.add(event)
+        return event
+
+    async def _fetch(self) -> None:
+        await self.start()
+        assert self._call is not None, "a stream that is not over has a call once it was started"
+        try:
+            response = await self._call.next()
+            if response is not None:
+                self._events.extend(self._reader.read(response))
+                return
+            self._over = True
+            if self.answer.finish_reason is None:
+                raise Unavailable("CONNECTION_LOST", "the stream ended before its answer did")
+        except asyncio.CancelledError:
+            # The reader left: nobody is there for whom the answer would be generated.
+            self._left = True
+            self._call.abandon()
+            raise
+        except Exception as error:
+            if isinstance(error, StatusError | DeadlineExceeded) and error.request_id is None:
+                error.request_id = self.request_id
+            await self._end()
+            raise
+
+    async def aclose(self) -> None:
+        """Cancels the request unless it has finished, and returns when everything it held is free. Twice is fine."""
+        if not self._over:
+            self._left = self.finish_reason is None
+            self._events.clear()
+        await self._end()
+
+    async def _end(self) -> None:
+        self._over = True
+        if self._call is not None:
+            await self._call.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.request_id} {self.finish_reason or 'unfinished'}>"
+
+    def __del__(self) -> None:
+        # A stream whose constructor failed has no call.
+        if not getattr(self, "_over", True) and self._call is not None:
+            warnings.warn(
+                f"{self!r} was dropped before its end; use it in a `with` block or close it",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self._call.abandon()
+
+
+class GenerationStream:
+    """`with client.stream(...) as stream: for event in stream: ...`
+
+    As AsyncGenerationStream, in any thread. Ctrl-C in the middle of an event cancels the request as well.
+    """
+
+    def __init__(self, stream: AsyncGenerationStream, loop: LoopThread) -> None:
+        self._stream = stream
+        self._loop = loop
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self._stream.ids
+
+    @property
+    def frames(self) -> tuple[TimelineFrame, ...]:
+        return self._stream.frames
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._stream.usage
+
+    @property
+    def times(self) -> StageTimes | None:
+        return self._stream.times
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._stream.finish_reason
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    def __enter__(self) -> Self:
+        self._loop.run(self._stream.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        try:
+            event = self._loop.run(_next(self._stream))
+        except (KeyboardInterrupt, SystemExit):
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def close(self) -> None:
+        """Cancels the request unless it has finished, and returns when everything it held is free. Twice is fine."""
+        if not self._stream.closed:
+            self._loop.run(self._stream.aclose())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.request_id} {self.finish_reason or 'unfinished'}>"
+
+
+async def _next(stream: AsyncGenerationStream) -> Event | None:
+    return await anext(stream, None)

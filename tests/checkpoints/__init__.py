@@ -1,0 +1,1 @@
+"""Tests of the checkpoints that come with the package."""
