@@ -7,6 +7,7 @@ drawn, wait. So nothing here needs a lock, and leaving it at any point frees eve
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from chiasm.cache import wire
@@ -38,6 +39,7 @@ class Decoding:
         self._sequence = model.engine.sequence()
         self._answer = Answer(model, opened, self._sequence)
         self._announced: dict[UnitName, Contract] = {}
+        self._pinned: set[UnitName] = set()  # announced with a pin that is not taken back yet
         self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
         self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
         self._closed = False
@@ -47,30 +49,37 @@ class Decoding:
         pieces = convert.read_prompt(self._open.prompt, self._model.prompt, self._model.vocabulary)
         convert.check_slots(pieces, self._open.slots)
         self._sequence.extend(pieces)
-        inbox: asyncio.Queue[dpb.DecodeRequest | BaseException | None] = asyncio.Queue()
-        reader = asyncio.create_task(_read(requests, inbox))
+        inbox: deque[dpb.DecodeRequest | Exception | None] = deque()
+        arrived = asyncio.Event()
+        reader = asyncio.create_task(_read(requests, inbox, arrived))
         try:
-            while not self._answer.finished:
-                while not inbox.empty():
-                    for response in await self._take(inbox.get_nowait()):
+            while True:
+                arrived.clear()
+                while inbox:
+                    for response in self._take(inbox.popleft()):
                         yield response
+                for response in self._answer.responses():
+                    yield response
+                if self._answer.finished:
+                    return
                 if not self._admitted and self._all_sized():
                     yield await self._admit()
                 for response in await self._attach():
                     yield response
-                if self._admitted and await self._compute():
-                    for response in self._answer.responses():
-                        yield response
-                elif inbox.empty():
-                    inbox.put_nowait(await inbox.get())  # nothing to do until something comes
+                if not (self._admitted and await self._compute()):
+                    await arrived.wait()  # nothing to do until something comes
         finally:
             reader.cancel()
-            await self._model.release(self._sequence)
+            try:
+                await self._model.release(self._sequence)
+            finally:
+                for name in self._pinned:
+                    await self._model.store.release(self._announced[name].key)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
 
-    async def _take(self, message: dpb.DecodeRequest | BaseException | None) -> list[dpb.DecodeResponse]:
-        if isinstance(message, BaseException):
+    def _take(self, message: dpb.DecodeRequest | Exception | None) -> list[dpb.DecodeResponse]:
+        if isinstance(message, Exception):
             raise message
         if message is None:
             if self._closed:
@@ -130,6 +139,7 @@ class Decoding:
                 facts={"got": contract.shape[3], "needed": tokens},
             )
         self._announced[name] = contract
+        self._pinned.add(name)
 
     def _append(self, append: dpb.DecodeAppend) -> Iterator[dpb.DecodeResponse]:
         for slot in append.slots:
@@ -204,6 +214,7 @@ class Decoding:
             ref = pb.UnitRef(slot=name.slot, unit=name.unit)
             if opened is None or isinstance(opened, str):
                 del self._announced[name]
+                self._pinned.discard(name)
                 self._asked[name] = self._asked.get(name, 0) + 1
                 if self._asked[name] > 1:
                     raise ServerError("ENTRY_MISSING", f"an entry was {payload} twice", item=self._items.get(name.slot))
@@ -212,7 +223,9 @@ class Decoding:
             if self._live:
                 await self._model.widen(self._sequence, visual=self._sequence.timeline.vision_tokens)
             await self._model.run(self._model.engine.attach, self._sequence, name, opened)
-            await self._model.store.release(contract.key)
+            if name in self._pinned:
+                self._pinned.remove(name)
+                await self._model.store.release(contract.key)
             attached.units.append(ref)
         if attached.units:
             responses.append(dpb.DecodeResponse(attached=attached))
@@ -236,12 +249,15 @@ class Decoding:
 
 
 async def _read(
-    requests: AsyncIterator[dpb.DecodeRequest], inbox: asyncio.Queue[dpb.DecodeRequest | BaseException | None]
+    requests: AsyncIterator[dpb.DecodeRequest], inbox: deque[dpb.DecodeRequest | Exception | None], arrived: asyncio.Event
 ) -> None:
+    """Puts what comes into the inbox: messages, and at the end None or what broke."""
+    end: Exception | None = None
     try:
         async for request in requests:
-            inbox.put_nowait(request)
+            inbox.append(request)
+            arrived.set()
     except Exception as error:
-        inbox.put_nowait(error)
-    else:
-        inbox.put_nowait(None)
+        end = error
+    inbox.append(end)
+    arrived.set()

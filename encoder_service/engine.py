@@ -77,15 +77,15 @@ class EncoderEngine:
         self.identity = Identity(fingerprint, processor.describe(), Form.CROSS_KV, half.dtype)
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
-        self._half = half
-        self._store = store
+        self.half = half
+        self.store = store
         self._secret = workers_secret
         self.max_patches = max_patches
         self._attention = TorchVarlen()
         self._flying: dict[EntryKey, _Flight] = {}
         self._queue: list[_Flight] = []
         self._runner: asyncio.Task[None] | None = None
-        self._device = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self.device = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     @property
     def in_flight(self) -> int:
@@ -95,8 +95,8 @@ class EncoderEngine:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of an entry per vision token."""
-        shape = self._half.entry_shape
-        return shape.layers * 2 * shape.heads * shape.dim * self._half.dtype.itemsize
+        shape = self.half.entry_shape
+        return shape.layers * 2 * shape.heads * shape.dim * self.half.dtype.itemsize
 
     async def announce(
         self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: float, afresh: bool = False
@@ -115,19 +115,19 @@ class EncoderEngine:
         contract = self._contract(key, plan)
         flight = self._flying.get(key)
         if flight is not None:
-            self.counts.joined_units += 1
-            return Announced(await self._wait(flight), cached=False)
-        sealed = None if afresh else await self._store.get(key, lease=lease)
+            return await self._join(flight, lease)
+        sealed = None if afresh else await self.store.get(key, lease=lease)
         if sealed is not None and Contract.unpack(sealed.header) == contract:
             self.counts.cached_units += 1
             return Announced(contract, cached=True)
-        flight = self._flying.get(key)  # another caller may have come while the store was asked
-        if flight is None:
-            flight = _Flight(key, pixels, plan, root, lease, asyncio.get_running_loop().create_future())
-            self._flying[key] = flight
-            self._queue.append(flight)
-            if self._runner is None or self._runner.done():
-                self._runner = asyncio.create_task(self._run())
+        flight = self._flying.get(key)
+        if flight is not None:  # another caller came while the store was asked
+            return await self._join(flight, lease)
+        flight = _Flight(key, pixels, plan, root, lease, asyncio.get_running_loop().create_future())
+        self._flying[key] = flight
+        self._queue.append(flight)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run())
         return Announced(await self._wait(flight), cached=False)
 
     async def close(self) -> None:
@@ -138,7 +138,7 @@ class EncoderEngine:
         for flight in self._flying.values():
             flight.done.cancel()
         self._flying.clear()
-        await asyncio.to_thread(self._device.shutdown)
+        await asyncio.to_thread(self.device.shutdown)
 
     def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> tuple[Tensor, EntryKey]:
         chw = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
@@ -146,15 +146,22 @@ class EncoderEngine:
         return pixels, unit_key(root, self.identity_digest, plan.grid, [pixels])
 
     def _contract(self, key: EntryKey, plan: MediumPlan) -> Contract:
-        shape = self._half.entry_shape
+        shape = self.half.entry_shape
         return Contract(
             key=key,
             identity=self.identity_digest,
             form=Form.CROSS_KV,
-            dtype=self._half.dtype,
+            dtype=self.half.dtype,
             grid=plan.grid,
             shape=(shape.layers, 2, shape.heads, plan.tokens, shape.dim),
         )
+
+    async def _join(self, flight: _Flight, lease: float) -> Announced:
+        """Waits for a flight that another caller began, and takes a pin of one's own beside that caller's."""
+        self.counts.joined_units += 1
+        contract = await self._wait(flight)
+        await self.store.get(contract.key, lease=lease)
+        return Announced(contract, cached=False)
 
     async def _wait(self, flight: _Flight) -> Contract:
         """Waits for a flight without owning it; the last one to leave drops it if it has not begun."""
@@ -172,7 +179,7 @@ class EncoderEngine:
         while self._queue:
             batch = self._take()
             try:
-                sealed = await asyncio.get_running_loop().run_in_executor(self._device, self._encode, batch)
+                sealed = await asyncio.get_running_loop().run_in_executor(self.device, self._encode, batch)
             except Exception as error:
                 self._fail(batch, error)
                 continue
@@ -180,7 +187,8 @@ class EncoderEngine:
                 try:
                     if isinstance(entry, Exception):
                         raise entry
-                    await self._store.put(entry, flight.key, lease=flight.lease)
+                    # Nobody is told of a unit whose callers have left, so nobody would take a pin back.
+                    await self.store.put(entry, flight.key, lease=flight.lease if flight.waiting else 0.0)
                 except Exception as error:
                     self._fail([flight], error)
                 else:
@@ -205,7 +213,7 @@ class EncoderEngine:
     def _encode(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
         """Runs in the device thread. One unit's fault is its own: its place holds the exception."""
         results: list[Sealed | Exception] = []
-        entries = self._half.encode([flight.pixels for flight in batch], self._attention)
+        entries = self.half.encode([flight.pixels for flight in batch], self._attention)
         for flight, entry in zip(batch, entries, strict=True):
             try:
                 secret = tag_secret(self._secret, flight.root)

@@ -130,7 +130,7 @@ def write(
     if shards == 1:
         save_file(dict(made), directory / "model.safetensors")
         return directory
-    places = {}
+    places: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         held = {name: tensor for i, (name, tensor) in enumerate(sorted(made.items())) if i % shards == shard}

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from chiasm import __version__
-from chiasm.cli.subject import READ, Subject, choose, parameters
+from chiasm.cli.subject import READ, Subject, choose, model_folder, parameters
 from chiasm.client import (
     Client,
     Content,
+    Event,
     FramesVisible,
     Generation,
-    GenerationStream,
     Image,
     Started,
     TimelineFrame,
@@ -30,27 +30,36 @@ from chiasm.client import (
     Usage,
     Video,
 )
+from chiasm.errors import StatusError
 
 MAX_TOKENS = 128
 """More than any digit clip needs, and an end for a model that would not stop."""
 
-WIDTH = 62
+MOST_LISTED = 10
+"""Frames whose times are all printed."""
+
+WIDTH = 58
 """Columns before the figures on the right."""
 
+EXAMPLE = "YOUR_IMAGE_OR_VIDEO"
 
-@dataclass(slots=True)
+MEDIUM = "messages[0].content[0]"
+"""Where errors say the medium is. People are told its file instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One answer, and what could be seen of it.
 
     Attributes:
         visible: frames the model saw at each token.
-        first_token, total: seconds from sending the request.
+        first_token, total: seconds from sending the request; `first_token` is None where no token came.
     """
 
     answer: Generation
-    visible: list[int] = field(default_factory=list)
-    first_token: float = 0.0
-    total: float = 0.0
+    visible: list[int]
+    first_token: float | None
+    total: float
 
     @property
     def encoded(self) -> int:
@@ -84,9 +93,9 @@ def run(console: Console, *, file: Path | None, question: str | None, model: str
     Raises ChiasmError, and OSError for a file that cannot be read.
     """
     subject = choose(file, question, model)
-    size = f"{parameters(subject.folder) / 1e6:.1f} M parameters" if subject.folder else "a checkpoint of your own"
+    said = f"{parameters(model_folder(model)) / 1e6:.1f} M parameters"
     trained = ", trained on real handwritten digits" if model == "digits" else ""
-    console.print(f"chiasm {__version__} · demo · {Path(model).name} ({size}{trained})", style="bold")
+    console.print(f"chiasm {__version__} · demo · {Path(model).name} ({said}{trained})", style="bold")
     began = time.monotonic()
     with Client.in_process(model) as client:
         console.print(_line("loading", "both halves and the cache, in one process", _ms(time.monotonic() - began)))
@@ -98,23 +107,28 @@ def run(console: Console, *, file: Path | None, question: str | None, model: str
 
 def show(client: Client, model: str, subject: Subject, console: Console) -> Shown:
     """Asks twice and tells what happens while it happens."""
-    held_out = " (held out: never seen in training)" if subject.expected is not None else ""
+    held_out = " (held out: never seen in training)" if subject.held_out else ""
     console.print(_line(subject.kind, f"{subject.path.name}{held_out}"))
     console.print(_line("question", subject.question))
     medium = Video(subject.path) if subject.kind == "video" else Image(subject.path)
     content: Content = [medium, subject.question]
 
-    first = ask(client, model, content, _Teller(console))
+    try:
+        first = ask(client, model, content, Teller(console))
+    except StatusError as error:
+        if error.item == MEDIUM:
+            error.item = str(subject.path)
+        raise
     console.print(_verdict(first.answer.text, subject.expected))
     usage = first.answer.usage
     sizes = ", ".join("x".join(map(str, reversed(medium.source_size))) for medium in usage.media)
     units = sum(medium.units for medium in usage.media)
     said = f"{first.encoded} of {units} units encoded ({sizes}), {usage.visual_tokens} visual tokens"
-    console.print(_line("encoder", said, f"whole answer {_ms(first.total)}"))
+    console.print(_line("encoded", said, f"first token {_ms(first.first_token)}"))
 
     second = ask(client, model, content)
     cached = f"{units - second.encoded} of {units} units from the cache, {second.encoded} encoded"
-    console.print(_line("again", cached, f"whole answer {_ms(second.total)}"))
+    console.print(_line("again", cached, f"first token {_ms(second.first_token)}"))
     if second.answer.ids != first.answer.ids:
         console.print(_line("", f"another answer: {second.answer.text}"))
     shown = Shown(subject, first, second)
@@ -122,50 +136,108 @@ def show(client: Client, model: str, subject: Subject, console: Console) -> Show
     return shown
 
 
-class _Teller:
-    """Prints an answer as it comes: the frames it sees dim, a line for each change, then the tokens."""
+class Teller:
+    """Prints an answer as it comes: what is seen in a dim line for each change, then the tokens."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._open = False
+        self._answering = False
         self._frames: tuple[TimelineFrame, ...] = ()
 
-    def started(self, event: Started) -> None:
-        self._frames = event.frames
-
-    def visible(self, event: FramesVisible, after: float) -> None:
-        self._end_line()
-        seen = self._frames[event.first : event.first + event.count]
-        said = f"{_times(seen)} visible from token {event.index} on"
-        self._console.print(_line("frames", said, f"after {_ms(after)}"), style="dim")
-
-    def token(self, event: Token, after: float) -> None:
-        if not self._open:
-            self._console.print(_line("answer", ""), end="")
-            self._open = True
-        self._console.print(event.text, end="")
-
-    def end(self, first_token: float) -> None:
-        self._end_line()
-        self._console.print(_line("token 0", "", f"after {_ms(first_token)}"), style="dim")
+    def tell(self, event: Event, after: float) -> None:
+        """after: seconds since the request was sent."""
+        if isinstance(event, Started):
+            self._frames = event.frames
+        elif isinstance(event, FramesVisible):
+            self._end_line()
+            seen = self._frames[event.first : event.first + event.count]
+            said = f"{listed(seen)} visible from token {event.index} on"
+            self._console.print(_line("frames", said, f"after {_ms(after)}"), style="dim")
+        elif isinstance(event, Token):
+            if not self._answering:
+                self._console.print(_line("answer", ""), end="")
+                self._answering = True
+            self._console.print(event.text, end="")
+        else:
+            self._end_line()
 
     def _end_line(self) -> None:
-        if self._open:
+        if self._answering:
             self._console.print()
-            self._open = False
+            self._answering = False
 
 
-def ask(client: Client, model: str, content: Content, teller: _Teller | None = None) -> Asked:
-    """Asks once; `teller` is told every event."""
+def ask(client: Client, model: str, content: Content, teller: Teller | None = None) -> Asked:
+    """Asks once. `teller` is told every event."""
     began = time.monotonic()
     visible: list[int] = []
-    first_token = 0.0
+    first_token: float | None = None
     with client.stream(model, content, max_tokens=MAX_TOKENS) as stream:
         for event in stream:
             after = time.monotonic() - began
             if isinstance(event, Token):
-                first_token = first_token or after
+                first_token = after if first_token is None else first_token
                 visible += [event.visible] * len(event.ids)
             if teller is not None:
-                _tell(teller, event, after)
+                teller.tell(event, after)
     return Asked(stream.generation(), visible, first_token, time.monotonic() - began)
+
+
+def as_object(shown: Shown, model: str) -> dict[str, Any]:
+    """What `--json` prints. Times are in seconds.
+
+    `frames` holds when each frame is shown, None for an image; `visible` how many frames were seen at each token.
+    """
+    answer = shown.first.answer
+    return {
+        "answer": answer.text,
+        "expected": shown.subject.expected,
+        "right": shown.right,
+        "frames": [frame.offset for frame in answer.frames],
+        "visible": shown.first.visible,
+        "encoded_units_first": shown.first.encoded,
+        "encoded_units_second": shown.second.encoded,
+        "answer_second": shown.second.answer.text,
+        "first_token_seconds_first": shown.first.first_token,
+        "first_token_seconds_second": shown.second.first_token,
+        "seconds_first": shown.first.total,
+        "seconds_second": shown.second.total,
+        "finish_reason": answer.finish_reason,
+        "model": model,
+        "file": str(shown.subject.path),
+        "question": shown.subject.question,
+        "usage": asdict(answer.usage),
+    }
+
+
+def listed(frames: Sequence[TimelineFrame]) -> str:
+    """The times of frames in few words: all of a few, the ends of many; images are counted."""
+    times = [f"{frame.offset:.1f}" for frame in frames if frame.offset is not None]
+    if len(times) != len(frames) or not times:
+        return f"{len(frames)} {'image' if len(frames) == 1 else 'images'}"
+    if len(times) > MOST_LISTED:
+        times = [*times[:3], "…", times[-1]]
+    return f"{' '.join(times)} s"
+
+
+def _verdict(answer: str, expected: str | None) -> str:
+    if expected is None:
+        return _line("", "nobody told what is right")
+    return _line("", "right" if answer.strip() == expected else f"wrong, right is {expected}")
+
+
+def _next(subject: Subject) -> str:
+    if subject.held_out and subject.question == READ and subject.kind == "video":
+        return f'chiasm demo --question "Which digit is at 2.0 seconds?"   ·   chiasm demo {EXAMPLE}'
+    return "chiasm demo   ·   chiasm demo --json"
+
+
+def _line(label: str, said: str, figure: str = "") -> str:
+    # What is streamed goes on right behind its label.
+    return f"{label:<9} {said:<{WIDTH}} {figure}".rstrip() if said or figure else f"{label:<9} "
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "no token"
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -1,5 +1,7 @@
-"""What a person is told when a command fails: what, where, and what to do, in three lines. Never a traceback, unless the
-fault is a bug."""
+"""What a person is told when a command fails: what, where, and what to do, in three lines.
+
+A traceback is for bugs only. Knows the error classes and no command.
+"""
 
 from __future__ import annotations
 
@@ -56,22 +58,23 @@ def code(error: ChiasmError | OSError) -> int:
 
 def lines(error: ChiasmError | OSError) -> tuple[str, str, str]:
     """What, where, and what to do."""
+    what, where, fix = _facts(error)
+    return f"error: {what}", f"  where  {where}", f"  fix    {fix}"
+
+
+def _facts(error: ChiasmError | OSError) -> tuple[str, str, str]:
     if isinstance(error, OSError):
         what = error.strerror or type(error).__name__
-        return f"error: {what}", f"  where  {error.filename or 'the file'}", "  fix    give a file that can be read"
+        return what, str(error.filename or "a file"), "give a file that can be read"
     if isinstance(error, CheckpointError):
-        where = f"  where  {error.where}"
-        return f"error: {'; '.join(error.problems)}", where, "  fix    --model takes digits, or the folder of a checkpoint"
+        fix = "--model takes digits, or the folder of a checkpoint"
+        return "; ".join(error.problems), error.where, fix
     if isinstance(error, StatusError):
-        where = " · ".join(
-            part
-            for part in (error.item, error.reason, f"request {error.request_id}" if error.request_id else None)
-            if part
-        )
-        return f"error: {error.message}", f"  where  {where}", f"  fix    {_fix(error)}"
+        where = [error.item, error.reason, error.request_id and f"request {error.request_id}"]
+        return error.message, " · ".join(part for part in where if part), _fix(error)
     stage = error.stage if isinstance(error, DeadlineExceeded) else None
     fix = "ask again" if isinstance(error, Cancelled) else "try again, or ask for less"
-    return f"error: {error}", f"  where  {stage or type(error).__name__}", f"  fix    {fix}"
+    return str(error), stage or type(error).__name__, fix
 
 
 def _fix(error: StatusError) -> str:

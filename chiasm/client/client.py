@@ -272,7 +272,7 @@ async def _whole(stream: AsyncGenerationStream) -> Generation:
     async with stream:
         async for _ in stream:
             pass
-    return stream.answer.whole()
+    return stream.generation()
 
 
 def _close(client: AsyncClient, loop: LoopThread) -> None:

@@ -49,16 +49,15 @@ class LoopThread:
             tasks.append(task)
             task.add_done_callback(lambda done: _settle(outcome, done))
 
+        if self._loop.is_closed():
+            coroutine.close()
+            raise RuntimeError("the client is closed")
         try:
             self._loop.call_soon_threadsafe(start)
-        except RuntimeError:
-            coroutine.close()
-            raise RuntimeError("the client is closed") from None
-        try:
             return outcome.result()
         except BaseException:
-            if not outcome.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            if not outcome.done() and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
                 wait([outcome], timeout=CANCEL_SECONDS)
             raise
 

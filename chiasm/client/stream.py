@@ -65,10 +65,9 @@ class Answer:
             self.finish_reason, self.usage, self.times = event.reason, event.usage, event.times
 
     def whole(self) -> Generation:
-        """The answer as one value. Asked for after the end only."""
-        assert self.finish_reason is not None, "the answer is not finished"
-        assert self.usage is not None, "an end comes with usage"
-        assert self.times is not None, "an end comes with times"
+        """The answer as one value. Raises RuntimeError before its end."""
+        if self.finish_reason is None or self.usage is None or self.times is None:
+            raise RuntimeError("the answer is not finished")
         return Generation(self.text, self.ids, self.finish_reason, self.usage, self.times, self.frames, self.request_id)
 
 
@@ -127,6 +126,10 @@ class AsyncGenerationStream:
     @property
     def request_id(self) -> str:
         return self.answer.request_id
+
+    def generation(self) -> Generation:
+        """The whole answer. Raises RuntimeError before its end."""
+        return self.answer.whole()
 
     @property
     def closed(self) -> bool:
@@ -255,6 +258,15 @@ class GenerationStream:
     @property
     def request_id(self) -> str:
         return self._stream.request_id
+
+    def generation(self) -> Generation:
+        """The whole answer. Raises RuntimeError before its end."""
+        return self._stream.generation()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing runs any longer, because the answer has ended or the stream was closed."""
+        return self._stream.closed
 
     def __enter__(self) -> Self:
         self._loop.run(self._stream.start())

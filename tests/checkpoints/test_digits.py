@@ -33,8 +33,8 @@ def reader(dtype: torch.dtype = torch.bfloat16) -> Reader:
 def ask(question: str, media: list[Medium], frames: list[digits.Rgb]) -> str:
     """The greedy answer to a question after its media."""
     writer = reader().writer
-    parts = (*(Slot(i) for i in range(len(media))), question)
-    timeline = writer.asked([Turn("user", parts)], media)
+    parts: list[str | Slot] = [*map(Slot, range(len(media))), question]
+    timeline = writer.asked([Turn("user", tuple(parts))], media)
     entry = reader().see(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
     said = reader().answer([timeline], entry, stop=writer.stop_id, most=2 * len(frames) + 2)
     assert said[0][-1] == writer.stop_id
@@ -43,7 +43,7 @@ def ask(question: str, media: list[Medium], frames: list[digits.Rgb]) -> str:
 
 def frames_of(clip: digits.ShippedClip) -> list[digits.Rgb]:
     with av.open(clip.path, "r") as container:
-        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return [np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8) for frame in container.decode(video=0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -57,7 +57,8 @@ def test_held_out_digits_are_read(task: Callable[[Exam, int, int], list[tuple[in
 
 @pytest.mark.parametrize("clip", digits.shipped_clips(), ids=lambda clip: clip.path.name)
 def test_a_shipped_clip_is_read_and_answered_by_time(clip: digits.ShippedClip) -> None:
-    frames, media = frames_of(clip), [("video", clip.seconds)]
+    frames = frames_of(clip)
+    media: list[Medium] = [("video", clip.seconds)]
     assert ask(READ, media, frames) == clip.answer
     answers = [ask(ask_time(seconds), media, frames) for seconds in clip.seconds]
     assert answers == [str(digit) for digit in clip.digits]

@@ -68,14 +68,12 @@ def encode(encoder: MossVLEncoder, frames_n3hw: Tensor) -> Tensor:
 
 
 def logits_of(decoder: MossVLDecoder, entry: Tensor, batch: Batch) -> Tensor:
-    """(taught rows, vocabulary) logits of a batch, given the entry of all its frames before rotation."""
-    placed = decoder.place(entry, batch.key_positions_3s)
+    """(taught rows, vocabulary) logits of a batch, given the entry of all its frames before rotation.It may be empty."""
     count = len(batch.ids_bt)
-    attention = DenseAttention(count, cross_of(placed, count), batch.boundaries_bt2)
-    sees = batch.boundaries_bt2[..., 1] > batch.boundaries_bt2[..., 0]
-    logits: Tensor = decoder(
-        batch.ids_bt.flatten(), batch.positions_3bt.flatten(1), sees.flatten(), batch.logits_at, attention
-    )
+    sees = (batch.boundaries_bt2[..., 1] > batch.boundaries_bt2[..., 0]).flatten() if entry.shape[3] else None
+    cross = [] if sees is None else cross_of(decoder.place(entry, batch.key_positions_3s), count)
+    attention = DenseAttention(count, cross, batch.boundaries_bt2)
+    logits: Tensor = decoder(batch.ids_bt.flatten(), batch.positions_3bt.flatten(1), sees, batch.logits_at, attention)
     return logits
 
 

@@ -43,6 +43,7 @@ class MossVLPrompt:
         self._config = config
         self.text = tokenizer.encode
         self.token_bytes = tokenizer.token_bytes
+        self.control = tokenizer.control
         self._template = ChatTemplate(tokenizer, template)
         self._time = [tokenizer.control[name] for name in _TIME]
         self._turn = [tokenizer.control[name] for name in _TURN]

@@ -50,7 +50,8 @@ class Recorded:
 
     def greedy(self, name: str) -> list[int] | None:
         """Continuations as oracle.json lists them, beside or instead of the tensors."""
-        return self.tables.get("greedy_ids", {}).get(name)
+        listed: list[int] | None = self.tables.get("greedy_ids", {}).get(name)
+        return listed
 
     def cases(self, ending: str) -> list[str]:
         return [name.removesuffix(ending) for name in self.inputs if name.endswith(ending)]

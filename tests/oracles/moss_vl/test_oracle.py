@@ -48,7 +48,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 
 
 def test_the_command_agrees_with_the_reference_and_prints_one_object_last() -> None:
-    command = [sys.executable, "-m", "tests.oracles.moss_vl", "--checkpoint", CHECKPOINT, "--oracle", DATA, "--json"]
+    folders = ["--checkpoint", str(CHECKPOINT), "--oracle", str(DATA)]
+    command = [sys.executable, "-m", "tests.oracles.moss_vl", *folders, "--json"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -98,7 +99,7 @@ def test_each_half_from_a_folder_of_its_own_weights(tmp_path: Path) -> None:
     folders = {}
     for half in ("encoder", "decoder"):
         folders[half] = tmp_path / half
-        split(model.checkpoint, model.weights.names(half), folders[half])  # type: ignore[arg-type]
+        split(model.checkpoint, model.weights.names(half), folders[half])
     encoder, decoder = (set(load_file(folders[half] / WEIGHTS)) for half in ("encoder", "decoder"))
     assert encoder.isdisjoint(decoder)
     assert encoder | decoder == set(load_file(CHECKPOINT / WEIGHTS))

@@ -1,0 +1,1 @@
+"""Attention backends against plain sums."""

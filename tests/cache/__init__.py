@@ -1,0 +1,1 @@
+"""Entries and the stores that keep them."""

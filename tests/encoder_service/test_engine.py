@@ -1,0 +1,183 @@
+"""The encoder's engine: equal units encoded once, whoever leaves; known ones found; batches bounded; nothing broken kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from chiasm.cache.entry import Contract, open_entry, tag_secret
+from chiasm.cache.memory import MemoryStore
+from chiasm.errors import Overloaded, ServerError
+from chiasm.media.types import Rgb
+from chiasm.models.family import MediumPlan
+from chiasm.models.registry import Model, find
+from encoder_service.engine import EncoderEngine
+
+ROOT = bytes(32)
+WORKERS = bytes(range(32))
+
+
+def plan(model: Model, height: int = 64, width: int = 64) -> MediumPlan:
+    grid = (height // 16, width // 16)
+    tokens = model.processor.unit_layout(grid).vision_tokens
+    return MediumPlan("image", 1, height, width, grid, tokens, upscaled=False)
+
+
+def frame(seed: int, height: int = 64, width: int = 64) -> Rgb:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model(find("digits"))
+
+
+@asynccontextmanager
+async def engine(model: Model, *, budget: int = 1 << 24, max_patches: int = 1 << 14) -> AsyncIterator[EncoderEngine]:
+    made = EncoderEngine(
+        model.encoder(dtype=torch.float32),
+        model.processor,
+        fingerprint=model.checkpoint.fingerprint,
+        store=MemoryStore(budget),
+        workers_secret=WORKERS,
+        max_patches=max_patches,
+    )
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@contextmanager
+def held(engine: EncoderEngine) -> Iterator[None]:
+    """Keeps the device thread busy, so that what is announced meanwhile waits in the queue."""
+    import threading
+
+    gate = threading.Event()
+    engine.device.submit(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+async def test_equal_units_at_once_are_encoded_once(model: Model) -> None:
+    async with engine(model) as e:
+        found = await asyncio.gather(*(e.announce(frame(1), plan(model), root=ROOT, lease=1) for _ in range(32)))
+        assert e.counts.encoded_units == 1
+        assert len({announced.contract.key for announced in found}) == 1
+        again = await e.announce(frame(1), plan(model), root=ROOT, lease=1)
+        assert again.cached and e.counts.encoded_units == 1
+
+
+async def test_the_leaders_leaving_hands_over_and_a_followers_touches_nobody(model: Model) -> None:
+    for leaver in (0, 1, 2):
+        async with engine(model) as e:
+            with held(e):
+                tasks = [
+                    asyncio.create_task(e.announce(frame(2), plan(model), root=ROOT, lease=1)) for _ in range(3)
+                ]
+                while e.counts.joined_units < 2:
+                    await asyncio.sleep(0.01)
+                tasks[leaver].cancel()
+                await asyncio.sleep(0.01)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(results[leaver], asyncio.CancelledError)
+            assert sum(not isinstance(r, BaseException) for r in results) == 2
+            assert e.counts.encoded_units == 1
+
+
+async def test_a_unit_that_nobody_waits_for_any_more_is_not_encoded(model: Model) -> None:
+    async with engine(model) as e:
+        with held(e):
+            first = asyncio.create_task(e.announce(frame(3), plan(model), root=ROOT, lease=1))
+            while not e.counts.batches:
+                await asyncio.sleep(0.01)  # it has left the queue: it is being encoded and may finish
+            second = asyncio.create_task(e.announce(frame(4), plan(model), root=ROOT, lease=1))
+            while e.in_flight < 2:
+                await asyncio.sleep(0.01)
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+            assert e.in_flight == 1
+        await first
+        assert e.counts.encoded_units == 1 and e.counts.dropped_units == 1
+
+
+async def test_a_pass_takes_no_more_patches_than_allowed_and_one_unit_at_least(model: Model) -> None:
+    async with engine(model, max_patches=40) as e:
+        with held(e):
+            sizes = [(64, 64)] * 5 + [(128, 128)]
+            tasks = [
+                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=1))
+                for i, size in enumerate(sizes)
+            ]
+            while e.in_flight < len(sizes):
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks)
+        assert sum(e.counts.batches) == 6
+        assert max(e.counts.batches) <= 2, "16 patches a small unit; the large one has 64 and goes alone"
+
+
+async def test_units_batched_with_others_equal_units_alone(model: Model) -> None:
+    frames = [frame(i, 64, 64 + 32 * (i % 3)) for i in range(6)]
+    plans = [plan(model, 64, 64 + 32 * (i % 3)) for i in range(6)]
+    async with engine(model) as alone, engine(model) as together:
+        for f, p in zip(frames, plans, strict=True):
+            await alone.announce(f, p, root=ROOT, lease=1)
+        with held(together):
+            tasks = [
+                asyncio.create_task(together.announce(f, p, root=ROOT, lease=1))
+                for f, p in zip(frames, plans, strict=True)
+            ]
+            while together.in_flight < 6:
+                await asyncio.sleep(0.01)
+        for task in tasks:
+            contract = (await task).contract
+            a, b = [await payload(e, contract) for e in (alone, together)]
+            assert torch.allclose(a, b, rtol=0, atol=1e-5 * float(a.abs().max()))
+
+
+async def payload(e: EncoderEngine, contract: Contract) -> torch.Tensor:
+    sealed = await e.store.get(contract.key)
+    assert sealed is not None
+    opened = open_entry(sealed, contract, tag_secret(WORKERS, ROOT))
+    assert isinstance(opened, torch.Tensor)
+    return opened
+
+
+async def test_two_tenants_share_no_entry(model: Model) -> None:
+    async with engine(model) as e:
+        one = await e.announce(frame(5), plan(model), root=ROOT, lease=1)
+        other = await e.announce(frame(5), plan(model), root=bytes([1]) * 32, lease=1)
+        assert one.contract.key != other.contract.key and e.counts.encoded_units == 2
+
+
+async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model: Model) -> None:
+    async with engine(model) as e:
+        half = e.half
+        assert isinstance(half, nn.Module)
+        with torch.no_grad():
+            for parameter in half.parameters():
+                if parameter.numel() == model.config.text.hidden_size and parameter.dim() == 1:
+                    parameter.fill_(torch.nan)
+        with pytest.raises(ServerError) as caught:
+            await e.announce(frame(6), plan(model), root=ROOT, lease=1)
+        assert caught.value.reason == "NONFINITE"
+        assert e.store.stats().puts == 0 and e.in_flight == 0
+
+
+async def test_a_store_that_is_full_of_pinned_entries_refuses_and_loses_nothing(model: Model) -> None:
+    async with engine(model, budget=12_000) as e:
+        one = await e.announce(frame(7), plan(model), root=ROOT, lease=60)
+        with pytest.raises(Overloaded) as caught:
+            await e.announce(frame(8), plan(model), root=ROOT, lease=60)
+        assert caught.value.reason == "CACHE_FULL" and caught.value.retryable
+        assert await e.store.get(one.contract.key) is not None
+        await e.store.release(one.contract.key)
+        await e.announce(frame(8), plan(model), root=ROOT, lease=60)

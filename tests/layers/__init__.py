@@ -1,0 +1,1 @@
+"""Layers against stock implementations."""

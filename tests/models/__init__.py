@@ -1,0 +1,1 @@
+"""Families: their configurations, their weights, their halves."""
