@@ -1,4 +1,4 @@
-"""`DenseAttention`, which training differentiates through, against sums written out and against the paged backend's rules."""
+"""`DenseAttention`, which training differentiates through, against sums written out."""
 
 from __future__ import annotations
 

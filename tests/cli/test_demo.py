@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,10 @@ import pytest
 from rich.console import Console
 
 import chiasm
-from chiasm.cli.demo import Teller, listed
+from chiasm.cli.demo import Teller, as_object, listed, show
 from chiasm.cli.failure import code, lines
-from chiasm.cli.subject import READ, choose, kind_of, model_folder, parameters
-from chiasm.client import Event, FramesVisible, Started, TimelineFrame, Token
+from chiasm.cli.subject import READ, Subject, choose, kind_of, model_folder, parameters
+from chiasm.client import Client, Event, FramesVisible, Started, TimelineFrame, Token
 from chiasm.errors import (
     CheckpointError,
     ChiasmError,
@@ -25,6 +27,7 @@ from chiasm.errors import (
     Overloaded,
     ServerError,
 )
+from tests.client.fake import TEXT, FakeTransport
 from tests.media.make import save, scene
 
 HELD_OUT = Path(chiasm.__file__).parent / "checkpoints" / "digits" / "held_out"
@@ -91,6 +94,29 @@ def test_the_version_and_the_help() -> None:
 def test_an_unknown_model_is_told() -> None:
     done = run("demo", "--model", "nobody")
     assert (done.returncode, done.stderr.splitlines()[1]) == (2, "  where  nobody")
+
+
+@pytest.mark.parametrize("stage", ["chiasm", "loading"])
+def test_ctrl_c_ends_it_and_all_it_started_without_a_traceback(stage: str) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-c", "from chiasm.cli import main; main()", "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # as a terminal does: Ctrl-C goes to the processes it started as well
+    )
+    with started:
+        assert started.stdout is not None
+        for line in started.stdout:
+            if line.startswith(stage):
+                break
+        os.killpg(started.pid, signal.SIGINT)
+        _, told = started.communicate(timeout=60)
+    assert started.returncode == 130, told
+    assert told.splitlines()[0] == "interrupted, the request was cancelled"
+    assert "Traceback" not in told
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.pid, 0)
 
 
 # -- what it is made of ------------------------------------------------------------------------------------------------
@@ -171,6 +197,20 @@ def test_an_answer_is_told_with_what_was_seen_at_each_token() -> None:
         "frames 0.0 1.0 2.0 3.0 s visible from token 1 on after 500 ms",
         "answer 7",
     ]
+
+
+@pytest.mark.parametrize(("expected", "right"), [(TEXT, True), ("1 2", False), (None, None)])
+def test_right_wrong_and_unknown_are_told_apart(expected: str | None, right: bool | None) -> None:
+    file = io.StringIO()
+    subject = Subject(HELD_OUT / "clip_3.mp4", "video", READ, expected, held_out=True)
+    with Client(transport=FakeTransport().opener) as client:
+        shown = show(client, "fake", subject, Console(file=file, width=200, highlight=False, soft_wrap=True))
+    assert shown.right is right
+    assert as_object(shown, "fake")["right"] is right
+    told = [line.strip() for line in file.getvalue().splitlines()]
+    assert {True: "right", False: "wrong, right is 1 2", None: "nobody told what is right"}[right] in told
+    assert (shown.first.encoded, shown.second.encoded) == (1, 1)
+    assert "again     2 of 3 units from the cache, 1 encoded" in file.getvalue()
 
 
 def test_many_frames_are_told_by_their_ends() -> None:

@@ -53,6 +53,12 @@ def test_a_misspelt_option_is_a_type_error() -> None:
         Video(b"x", max_frame=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("option", ["n", "top_p", "logprobs", "stop"])
+def test_an_option_that_no_server_takes_yet_is_not_there(option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        SamplingParams(**{option: 1})
+
+
 @pytest.mark.parametrize("options", [{"max_tokens": 1.5}, {"seed": "7"}, {"temperature": "hot"}, {"temperature": []}])
 def test_what_is_no_number_is_a_type_error(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(options))):

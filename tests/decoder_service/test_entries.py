@@ -79,5 +79,5 @@ async def test_an_entry_that_is_doubtful_twice_fails_the_request_and_frees_every
         await service.store.flush()
         engine = service.decoder.engine
         assert (engine.pages.free, engine.extents.free) == (engine.pages.total, engine.extents.total)
-        for key in list(service.store._kept):  # type: ignore[attr-defined]
+        for key in list(service.store._kept):
             await service.store.discard(key)

@@ -1,0 +1,272 @@
+"""Entries: a key says everything an entry depends on, and a doubtful entry is never believed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chiasm.cache.entry import (
+    HEADER_BYTES,
+    TAG_BYTES,
+    Contract,
+    EntryKey,
+    Form,
+    Identity,
+    Sealed,
+    open_entry,
+    seal,
+    tag_secret,
+    tenant_root,
+    unit_key,
+)
+from chiasm.errors import ServerError
+
+MASTER = bytes(range(32))
+SECRET = bytes(31) + b"\1"
+IDENTITY = Identity("f" * 64, b'{"resize": "a"}', Form.CROSS_KV, torch.float32)
+SHAPE = (2, 2, 3, 7, 4)
+
+
+def pixels(height: int, width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (3, height, width), generator=generator, dtype=torch.uint8)
+
+
+def key(**changes: Any) -> EntryKey:
+    """The key of one unit; what is given replaces one of the things it is made of."""
+    made: dict[str, Any] = {
+        "root": tenant_root(MASTER, "alice"),
+        "identity": IDENTITY.digest(),
+        "grid": (4, 6),
+        "pixels": [pixels(16, 24)],
+    }
+    return unit_key(**(made | changes))
+
+
+def contract(**changes: Any) -> Contract:
+    made = Contract(key(), IDENTITY.digest(), Form.CROSS_KV, torch.float32, (4, 6), SHAPE)
+    return replace(made, **changes)
+
+
+def payload(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def sealed(dtype: torch.dtype = torch.float32) -> Sealed:
+    return seal(contract(dtype=dtype), payload(dtype), SECRET)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_units_have_equal_keys_of_full_width() -> None:
+    assert key() == key(pixels=[pixels(16, 24)])
+    assert len(key()) == 32
+    spread = pixels(24, 16).transpose(1, 2)
+    assert not spread.is_contiguous()
+    assert key(pixels=[spread]) == key(pixels=[spread.contiguous()])
+
+
+def changed_pixel() -> Tensor:
+    made = pixels(16, 24)
+    made[2, 15, 23] ^= 1
+    return made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"root": tenant_root(MASTER, "bob")},
+        {"root": tenant_root(MASTER, "alice", epoch=1)},
+        {"root": tenant_root(bytes(32), "alice")},
+        {"identity": replace(IDENTITY, fingerprint="e" * 64).digest()},
+        {"grid": (6, 4)},
+        {"pixels": [changed_pixel()]},
+        {"pixels": [pixels(16, 24).flip(0)]},
+        {"pixels": [pixels(16, 24), pixels(16, 24)]},
+    ],
+    ids=["tenant", "epoch", "master", "model", "grid", "one_bit", "channels_swapped", "two_frames"],
+)
+def test_whatever_an_entry_depends_on_changes_its_key(change: dict[str, Any]) -> None:
+    assert key(**change) != key()
+
+
+def test_equal_bytes_of_another_shape_have_another_key() -> None:
+    """30x150 and 150x30 pixels of the same bytes, each with the grid of its own shape and with the other's."""
+    flat = torch.arange(3 * 30 * 150, dtype=torch.int64).remainder(251).to(torch.uint8)
+    wide, tall = flat.view(3, 30, 150), flat.view(3, 150, 30)
+    keys = {key(pixels=[frame], grid=grid) for frame in (wide, tall) for grid in ((2, 10), (10, 2))}
+    assert len(keys) == 4
+
+
+def test_frames_cannot_be_cut_elsewhere() -> None:
+    """Two frames of a unit and other two with the same bytes in a row."""
+    whole = pixels(8, 6).reshape(-1)
+    one = [whole[:96].view(3, 4, 8), whole[96:].view(3, 4, 4)]
+    other = [whole[:48].view(3, 4, 4), whole[48:].view(3, 4, 8)]
+    assert key(pixels=one) != key(pixels=other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": "0" * 64},
+        {"processor": b'{"resize": "b"}'},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
+    ],
+)
+def test_whatever_two_encoders_may_differ_in_changes_their_identity(change: dict[str, Any]) -> None:
+    assert replace(IDENTITY, **change).digest() != IDENTITY.digest()
+
+
+@given(st.text(max_size=6), st.binary(max_size=6), st.text(max_size=6), st.binary(max_size=6))
+def test_fields_cannot_run_into_each_other(a: str, b: bytes, c: str, d: bytes) -> None:
+    one, other = (replace(IDENTITY, fingerprint=f, processor=p).digest() for f, p in ((a, b), (c, d)))
+    assert (one == other) == ((a, b) == (c, d))
+
+
+def test_fields_that_read_the_same_in_a_row_are_told_apart() -> None:
+    one, other = (replace(IDENTITY, fingerprint=f, processor=p).digest() for f, p in (("ab", b"c"), ("a", b"bc")))
+    assert one != other
+
+
+@given(st.text(max_size=8), st.integers(0, 2**32 - 1), st.text(max_size=8), st.integers(0, 2**32 - 1))
+def test_no_two_tenants_and_epochs_share_a_root(one: str, epoch: int, other: str, another: int) -> None:
+    same = tenant_root(MASTER, one, epoch=epoch) == tenant_root(MASTER, other, epoch=another)
+    assert same == ((one, epoch) == (other, another))
+
+
+def test_roots_and_secrets_are_not_each_other() -> None:
+    root = tenant_root(MASTER, "alice")
+    secrets = {
+        root,
+        tag_secret(MASTER, root),
+        tag_secret(root, MASTER),
+        tag_secret(MASTER, tenant_root(MASTER, "bob")),
+        MASTER,
+    }
+    assert len(secrets) == 5
+    assert all(len(secret) == 32 for secret in secrets)
+
+
+# -- sealing and opening -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_was_sealed_is_opened_bit_by_bit(dtype: torch.dtype) -> None:
+    entry = sealed(dtype)
+    opened = open_entry(entry, contract(dtype=dtype), SECRET)
+    assert isinstance(opened, Tensor)
+    assert opened.dtype == dtype and torch.equal(opened, payload(dtype))
+    assert entry.size == HEADER_BYTES + math.prod(SHAPE) * dtype.itemsize + TAG_BYTES
+    assert Contract.unpack(entry.header) == contract(dtype=dtype)
+
+
+def test_what_is_opened_does_not_depend_on_how_it_lay_in_memory() -> None:
+    spread = payload().transpose(0, 4).contiguous().transpose(0, 4)
+    assert not spread.is_contiguous()
+    assert seal(contract(), spread, SECRET).payload == sealed().payload
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_published(value: float) -> None:
+    spoiled = payload()
+    spoiled[1, 0, 2, 6, 3] = value
+    with pytest.raises(ServerError) as caught:
+        seal(contract(), spoiled, SECRET)
+    assert caught.value.reason == "NONFINITE"
+
+
+def flipped(data: bytes | memoryview, at: int, bit: int) -> bytes:
+    made = bytearray(data)
+    made[at] ^= 1 << bit
+    return bytes(made)
+
+
+PARTS: dict[str, Callable[[Sealed, int, int], Sealed]] = {
+    "header": lambda s, at, bit: replace(s, header=flipped(s.header, at % len(s.header), bit)),
+    "payload": lambda s, at, bit: replace(s, payload=memoryview(flipped(s.payload, at % s.payload.nbytes, bit))),
+    "tag": lambda s, at, bit: replace(s, tag=flipped(s.tag, at % len(s.tag), bit)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@given(at=st.integers(0, 2**16), bit=st.integers(0, 7))
+def test_any_bit_flipped_anywhere_is_seen(part: str, at: int, bit: int) -> None:
+    assert isinstance(open_entry(PARTS[part](sealed(), at, bit), contract(), SECRET), str)
+
+
+def test_every_bit_of_the_header_counts() -> None:
+    for at in range(HEADER_BYTES):
+        for bit in range(8):
+            assert isinstance(open_entry(PARTS["header"](sealed(), at, bit), contract(), SECRET), str), (at, bit)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key", key(grid=(6, 4))),
+        ("identity", bytes(32)),
+        ("dtype", torch.bfloat16),
+        ("grid", (6, 4)),
+        ("shape", (2, 2, 3, 4, 7)),
+        ("shape", (2, 2, 7, 3, 4)),
+    ],
+)
+def test_an_entry_of_another_contract_is_refused_by_the_field_that_differs(field: str, value: Any) -> None:
+    assert open_entry(sealed(), contract(**{field: value}), SECRET) == field
+
+
+def test_an_entry_under_another_secret_is_refused() -> None:
+    assert open_entry(sealed(), contract(), bytes(32)) == "tag"
+
+
+def test_an_entry_whose_header_was_exchanged_for_another_good_one_is_refused() -> None:
+    other = contract(key=key(grid=(6, 4)), grid=(6, 4))
+    mixed = replace(sealed(), header=other.pack())
+    assert open_entry(mixed, other, SECRET) == "tag"
+
+
+@pytest.mark.parametrize("bytes_kept", [0, 1, 100, 1339])
+def test_a_payload_cut_short_or_drawn_out_is_refused(bytes_kept: int) -> None:
+    whole = bytes(sealed().payload)
+    assert bytes_kept < len(whole)
+    assert open_entry(replace(sealed(), payload=memoryview(whole[:bytes_kept])), contract(), SECRET) == "size"
+    assert open_entry(replace(sealed(), payload=memoryview(whole + b"\0")), contract(), SECRET) == "size"
+
+
+@pytest.mark.parametrize("header", [b"", b"CHSE", bytes(HEADER_BYTES), b"\xff" * HEADER_BYTES, bytes(HEADER_BYTES + 1)])
+def test_what_is_no_header_is_refused(header: bytes) -> None:
+    assert Contract.unpack(header) is None
+    assert open_entry(replace(sealed(), header=header), contract(), SECRET) == "header"
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_any_bytes_are_a_header_or_are_not_and_never_an_error(noise: bytes) -> None:
+    known = contract().pack()
+    for header in (noise, known[:8] + noise[8:]):
+        found = Contract.unpack(header)
+        assert found is None or found.pack() == header
+
+
+@pytest.mark.parametrize("tag", [b"", bytes(TAG_BYTES), bytes(TAG_BYTES - 1)])
+def test_a_tag_of_any_length_is_refused_and_not_an_error(tag: bytes) -> None:
+    assert open_entry(replace(sealed(), tag=tag), contract(), SECRET) == "tag"
+
+
+def test_an_opened_entry_outlives_whoever_held_it() -> None:
+    entry = sealed()
+    copied = replace(entry, payload=memoryview(bytes(entry.payload)))
+    opened = open_entry(copied, contract(), SECRET)
+    assert isinstance(opened, Tensor)
+    del entry, copied
+    assert torch.equal(opened, payload())
