@@ -1,7 +1,8 @@
 """How much sooner the first token comes when a video's entries are in the store already.
 
-One process, the shipped model, one clip. A: the store is flushed before the question. B: the entries are there. The order is
-A B B A; medians of each. Both sides open and decode the video, so what differs is resizing to keys against encoding as well.
+One process, the shipped model, one clip. A: the store is flushed before the question. B: the entries are there. The
+order is A B B A; medians of each. Both sides open and decode the video, so what differs is resizing to keys against
+encoding as well.
 """
 
 from __future__ import annotations

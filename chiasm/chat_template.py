@@ -1,8 +1,8 @@
 """Turns to token ids: a checkpoint's own template, or ChatML, with user text that can never become control.
 
-A template is rendered with a secret mark in place of every piece of user text and every medium. Only what the template
-itself wrote is searched for control tokens; user text is put back afterwards and encoded as ordinary text, in one string
-with the template's ordinary text around it.
+A template is rendered with a secret mark in place of every piece of user text and every medium. Only what the
+template itself wrote is searched for control tokens; user text is put back afterwards and encoded as ordinary text,
+in one string with the template's ordinary text around it.
 """
 
 from __future__ import annotations

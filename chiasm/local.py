@@ -1,7 +1,7 @@
 """The whole system in one process: router logic, both halves of a model and the memory store, joined by calls.
 
-The same servicers that later stand behind sockets are called directly, message by message. Nothing is shared between the
-halves but the store: the encoder half holds no language model, the decoder half no vision transformer.
+The same servicers that later stand behind sockets are called directly, message by message. Nothing is shared between
+the halves but the store: the encoder half holds no language model, the decoder half no vision transformer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chiasm.models.registry import Model, find
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
-from decoder_service.engine import DecoderEngine
+from decoder_service.engine import DecoderEngine, token_bytes
 from decoder_service.model import DecoderModel
 from decoder_service.servicer import DecoderServicer
 from encoder_service.engine import EncoderEngine
@@ -40,7 +40,9 @@ class LocalSettings:
 
     Attributes:
         dtype: None takes the checkpoint's own on a GPU and float32 on a CPU.
-        text_tokens, visual_tokens: what the two pools hold; None makes them four contexts large, at most 256 Ki tokens.
+        text_tokens, visual_tokens: what the two pools hold; None makes each four contexts large, but not above
+            `pool_bytes`.
+        pool_bytes: of each pool at most, where its tokens are not given.
         store_bytes: budget of the entry store.
         media_workers: processes that open media.
     """
@@ -49,6 +51,7 @@ class LocalSettings:
     dtype: torch.dtype | None = None
     text_tokens: int | None = None
     visual_tokens: int | None = None
+    pool_bytes: int = 2 << 30
     store_bytes: int = 1 << 30
     media_workers: int = 1
     max_patches: int = 16_384
@@ -58,20 +61,20 @@ class _Encoder:
     """`EncoderCalls` on a servicer in this process."""
 
     def __init__(self, servicer: EncoderServicer) -> None:
-        self._servicer = servicer
+        self.servicer = servicer
 
     def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]:
-        return self._servicer.Encode(requests, None)
+        return self.servicer.Encode(requests, None)
 
 
 class _Decoder:
     """`DecoderCalls` on a servicer in this process."""
 
     def __init__(self, servicer: DecoderServicer) -> None:
-        self._servicer = servicer
+        self.servicer = servicer
 
     def decode(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncIterator[dpb.DecodeResponse]:
-        return self._servicer.Decode(requests, None)
+        return self.servicer.Decode(requests, None)
 
 
 class _OnePair:
@@ -103,7 +106,8 @@ class LocalService:
         fingerprint = model.checkpoint.fingerprint
         workers = secrets.token_bytes(32)
         decoder_half = model.decoder(device=device, dtype=dtype)
-        pool = min(4 * decoder_half.max_positions, 1 << 18)
+        wanted = 4 * decoder_half.max_positions
+        per_text, per_visual = token_bytes(decoder_half)
         self.name = model.name
         self.store = MemoryStore(settings.store_bytes)
         self.encoder = EncoderEngine(
@@ -117,8 +121,8 @@ class LocalService:
         engine = DecoderEngine(
             decoder_half,
             model.processor,
-            text_tokens=settings.text_tokens or pool,
-            visual_tokens=settings.visual_tokens or pool,
+            text_tokens=settings.text_tokens or min(wanted, settings.pool_bytes // per_text),
+            visual_tokens=settings.visual_tokens or min(wanted, settings.pool_bytes // per_visual),
         )
         self.decoder = DecoderModel(
             engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers
@@ -146,14 +150,19 @@ class LocalService:
 
     @classmethod
     async def start(cls, model: str, settings: LocalSettings | None = None) -> LocalService:
-        """Loads a checkpoint: a folder, or the name of one that comes with the package.
+        """Loads a checkpoint: a folder, the name of one that comes with the package, or a hub name (`owner/name`).
 
         Raises CheckpointError for one that cannot be served.
         """
-        return await asyncio.to_thread(lambda: cls(Model(find(model)), settings or LocalSettings()))
+        return await asyncio.to_thread(
+            lambda: cls(Model(find(model, download="/" in model)), settings or LocalSettings())
+        )
 
     async def generate(
-        self, request: rpb.GenerateRequest, *, timeout: float | None = None
+        self,
+        request: rpb.GenerateRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call, as gRPC's stubs take it
     ) -> AsyncGenerator[rpb.GenerateResponse, None]:
         """The events of an answer; `timeout` seconds bound the whole of it. Closing the generator cancels the request.
 

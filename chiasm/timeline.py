@@ -126,7 +126,7 @@ class Timeline:
         self._dropped_now += count
 
     def truncate(self, rows: int) -> None:
-        """Forgets every row from `rows` on, with the units and drops laid there. For tails that nothing has computed.
+        """Forgets every row from `rows` on, with the units laid there and the drops made behind row `rows`.
 
         Raises ValueError if the cut would fall inside a unit's placeholders.
         """

@@ -5,6 +5,8 @@ It draws and counts. It knows nothing of entries, pools and steps.
 
 from __future__ import annotations
 
+import time
+
 from google.protobuf.duration_pb2 import Duration
 from torch import Tensor
 
@@ -40,6 +42,9 @@ class Answer:
         self._seen: tuple[int, int] | None = None  # (first, count) of units, as the caller was last told
         self._closed = False
         self._silent = False
+        self._queued = 0.0  # seconds
+        self._begun = 0.0  # when it was admitted and when its first token was drawn, by the monotonic clock
+        self._first = 0.0
         self.finished = False
 
     @property
@@ -68,8 +73,14 @@ class Answer:
                     "visual": timeline.vision_tokens,
                 },
             )
-        self._limit = asked or limit - used
+        # Without a bound the answer may fill the context, but not more than the pool can ever hold.
+        self._limit = asked or max(1, min(limit - used, self._model.text_capacity - len(timeline)))
         return self._limit
+
+    def admitted(self, *, queued: float) -> None:
+        """There is room; it was waited for `queued` seconds."""
+        self._queued = queued
+        self._begun = time.monotonic()
 
     def heard(self, timeline: Timeline) -> None:
         """Something was appended: silence is over. Raises InvalidRequest once the context is full."""
@@ -91,6 +102,7 @@ class Answer:
         timeline = self._sequence.timeline
         token = draw(logits_v, self._options.drawing, index=self._drawn, banned=self._banned)
         if not self._drawn:
+            self._first = time.monotonic()
             self._begin()
         self._tell_visible()
         self._sequence.extend([[token]])
@@ -174,5 +186,12 @@ class Answer:
         usage = pb.Usage(
             prompt_tokens=self._prompt_rows, visual_tokens=timeline.vision_tokens, output_tokens=self._drawn
         )
+        now = time.monotonic()
+        first = self._first or now
+        times = pb.StageTimes(
+            queue=to_duration(self._queued),
+            prefill=to_duration(first - (self._begun or first)),
+            decode=to_duration(now - first),
+        )
         text = self._detokenizer.finish()
-        self._tell(finished=pb.Finished(reason=reason, text=text.encode("utf-8"), usage=usage))
+        self._tell(finished=pb.Finished(reason=reason, text=text.encode("utf-8"), usage=usage, times=times))

@@ -100,7 +100,9 @@ def read_turn(turn: pb.Turn, item: str) -> Turn:
         elif which == "slot":
             parts.append(Slot(part.slot))
         elif which == "tokens":
-            raise Unsupported("FEATURE_DISABLED", "tokens inside a turn are not served, only in a plain prompt", item=item)
+            raise Unsupported(
+                "FEATURE_DISABLED", "tokens inside a turn are not served, only in a plain prompt", item=item
+            )
         else:
             raise InvalidRequest("FIELD_MISSING", "a part is empty", item=item)
     return Turn(_ROLES[turn.role], tuple(parts))
@@ -118,7 +120,10 @@ def _plain_piece(part: pb.Part, family: Prompt, vocabulary: int, item: str) -> P
                 raise _out_of_range(f"{item}.ids[{i}]", token, f"0 to {vocabulary - 1}")
             if token in family.banned_ids:
                 raise InvalidRequest(
-                    "PLACEHOLDER_MISMATCH", f"token {token} stands for a medium: name a slot", item=item, facts={"index": i}
+                    "PLACEHOLDER_MISMATCH",
+                    f"token {token} stands for a medium: name a slot",
+                    item=item,
+                    facts={"index": i},
                 )
         return list(part.tokens.ids)
     raise InvalidRequest("FIELD_MISSING", "a part is empty", item=item)

@@ -1,17 +1,18 @@
 """The life of one `Decode` call: messages in, a timeline computed as far as it can be, tokens out.
 
-One coroutine does it all in turn: take what has come, attach what can be attached, compute what is ready, draw what may be
-drawn, wait. So nothing here needs a lock, and leaving it at any point frees everything.
+One coroutine does it all in turn: take what has come, attach what can be attached, compute what is ready, draw what
+may be drawn, wait. So nothing here needs a lock, and leaving it at any point frees everything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from chiasm.cache import wire
-from chiasm.cache.entry import Contract, Form, open_entry, tag_secret
+from chiasm.cache.entry import Contract, EntryKey, Form, open_entry, tag_secret
 from chiasm.chat_template import Slot
 from chiasm.errors import InvalidRequest, ServerError
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -39,7 +40,7 @@ class Decoding:
         self._sequence = model.engine.sequence()
         self._answer = Answer(model, opened, self._sequence)
         self._announced: dict[UnitName, Contract] = {}
-        self._pinned: set[UnitName] = set()  # announced with a pin that is not taken back yet
+        self._pins: dict[UnitName, tuple[EntryKey, bytes]] = {}  # entries and leases that are not given back yet
         self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
         self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
         self._closed = False
@@ -73,8 +74,9 @@ class Decoding:
             try:
                 await self._model.release(self._sequence)
             finally:
-                for name in self._pinned:
-                    await self._model.store.release(self._announced[name].key)
+                unread = [message.ready.entry for message in inbox if isinstance(message, dpb.DecodeRequest)]
+                for key, lease_id in [*self._pins.values(), *((entry.key, entry.lease.lease_id) for entry in unread)]:
+                    await self._model.store.release(key, lease_id)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class Decoding:
                 facts={"got": contract.shape[3], "needed": tokens},
             )
         self._announced[name] = contract
-        self._pinned.add(name)
+        self._pins[name] = (contract.key, ready.entry.lease.lease_id)
 
     def _append(self, append: dpb.DecodeAppend) -> Iterator[dpb.DecodeResponse]:
         for slot in append.slots:
@@ -186,7 +188,9 @@ class Decoding:
         timeline = self._sequence.timeline
         room = self._answer.admit(timeline)
         needed = self._model.context_limit if self._live else len(timeline) + room
+        began = time.monotonic()
         await self._model.reserve(self._sequence, text=needed, visual=timeline.vision_tokens)
+        self._answer.admitted(queued=time.monotonic() - began)
         self._admitted = True
         admitted = dpb.DecodeAdmitted(
             prompt_tokens=len(timeline),
@@ -214,7 +218,7 @@ class Decoding:
             ref = pb.UnitRef(slot=name.slot, unit=name.unit)
             if opened is None or isinstance(opened, str):
                 del self._announced[name]
-                self._pinned.discard(name)
+                self._pins.pop(name, None)
                 self._asked[name] = self._asked.get(name, 0) + 1
                 if self._asked[name] > 1:
                     raise ServerError("ENTRY_MISSING", f"an entry was {payload} twice", item=self._items.get(name.slot))
@@ -223,9 +227,8 @@ class Decoding:
             if self._live:
                 await self._model.widen(self._sequence, visual=self._sequence.timeline.vision_tokens)
             await self._model.run(self._model.engine.attach, self._sequence, name, opened)
-            if name in self._pinned:
-                self._pinned.remove(name)
-                await self._model.store.release(contract.key)
+            if name in self._pins:
+                await self._model.store.release(*self._pins.pop(name))
             attached.units.append(ref)
         if attached.units:
             responses.append(dpb.DecodeResponse(attached=attached))
@@ -249,7 +252,9 @@ class Decoding:
 
 
 async def _read(
-    requests: AsyncIterator[dpb.DecodeRequest], inbox: deque[dpb.DecodeRequest | Exception | None], arrived: asyncio.Event
+    requests: AsyncIterator[dpb.DecodeRequest],
+    inbox: deque[dpb.DecodeRequest | Exception | None],
+    arrived: asyncio.Event,
 ) -> None:
     """Puts what comes into the inbox: messages, and at the end None or what broke."""
     end: Exception | None = None

@@ -28,6 +28,12 @@ class Work(NamedTuple):
     logits: Literal["none", "last", "all"]
 
 
+def token_bytes(half: DecoderHalf) -> tuple[int, int]:
+    """Bytes of one text token in the self pool, and of one visual token in the cross pool."""
+    per_layer = 2 * half.kv_heads * half.head_dim * half.dtype.itemsize
+    return half.self_layers * per_layer, half.entry_shape.layers * per_layer
+
+
 class DecoderEngine:
     """One model on one device with its two pools.
 

@@ -1,4 +1,5 @@
-"""What all timelines of a decoder share: the engine and its thread, tokenizer and template, the store, the reservations."""
+"""What all timelines of a decoder share: the engine and its thread, tokenizer and template, the store, the
+reservations."""
 
 from __future__ import annotations
 
@@ -45,6 +46,7 @@ class DecoderModel:
         self.identity_digest = self.identity.digest()
         self.vocabulary = engine.half.vocab_size
         self.context_limit = engine.half.max_positions
+        self.text_capacity = engine.pages.total * engine.pages.page_size
         self.silence_id = prompt.silence_id
         self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
         self._reserved: dict[DecodeSequence, _Room] = {}
@@ -69,7 +71,7 @@ class DecoderModel:
         size = self.engine.pages.page_size
         need = _Room(-(-text // size), visual)
         for what, needed, capacity in (
-            ("text tokens", need.pages * size, self.engine.pages.total * size),
+            ("text tokens", need.pages * size, self.text_capacity),
             ("visual tokens", visual, self.engine.extents.total),
         ):
             if needed > capacity:

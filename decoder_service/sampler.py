@@ -1,5 +1,5 @@
-"""Logits to one token. Random numbers depend on (seed, sequence, index) alone, so that a stream continued elsewhere draws
-the same ones."""
+"""Logits to one token. Random numbers depend on (seed, sequence, index) alone, so that a stream continued elsewhere
+draws the same ones."""
 
 from __future__ import annotations
 

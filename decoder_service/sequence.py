@@ -1,7 +1,8 @@
 """One timeline in the decoder: what is laid, what is still to be laid, what is attached, what is computed.
 
-Pieces are laid in order, as far as the media of their slots are sized; units may be attached in any order once they are
-laid; rows may be computed up to the first unit that is not attached. All of it is counting: this module has seen no tensor.
+Pieces are laid in order, as far as the media of their slots are sized; units may be attached in any order once they
+are laid; rows may be computed up to the first unit that is not attached. All of it is counting: this module has seen
+no tensor.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, EntryKey, Form, Identity, Sealed, seal, tag_secret, unit_key
-from chiasm.cache.store import EntryStore
+from chiasm.cache.store import EntryStore, Lease
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.family import EncoderHalf, MediumPlan, Processor
@@ -37,7 +37,7 @@ class _Flight:
     pixels: Tensor
     plan: MediumPlan
     root: bytes
-    lease: float
+    lease: Lease
     done: asyncio.Future[Contract]
     waiting: int = 0
 
@@ -99,9 +99,9 @@ class EncoderEngine:
         return shape.layers * 2 * shape.heads * shape.dim * self.half.dtype.itemsize
 
     async def announce(
-        self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: float, afresh: bool = False
+        self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: Lease, afresh: bool = False
     ) -> Announced:
-        """Makes sure that one frame's entry is in the store, pinned for `lease` seconds.
+        """Makes sure that one frame's entry is in the store, pinned while `lease` lasts.
 
         Args:
             frame: (height, width, 3) as decoded; it is resized to the plan's size.
@@ -156,7 +156,7 @@ class EncoderEngine:
             shape=(shape.layers, 2, shape.heads, plan.tokens, shape.dim),
         )
 
-    async def _join(self, flight: _Flight, lease: float) -> Announced:
+    async def _join(self, flight: _Flight, lease: Lease) -> Announced:
         """Waits for a flight that another caller began, and takes a pin of one's own beside that caller's."""
         self.counts.joined_units += 1
         contract = await self._wait(flight)
@@ -188,7 +188,7 @@ class EncoderEngine:
                     if isinstance(entry, Exception):
                         raise entry
                     # Nobody is told of a unit whose callers have left, so nobody would take a pin back.
-                    await self.store.put(entry, flight.key, lease=flight.lease if flight.waiting else 0.0)
+                    await self.store.put(entry, flight.key, lease=flight.lease if flight.waiting else None)
                 except Exception as error:
                     self._fail([flight], error)
                 else:

@@ -1,7 +1,7 @@
 """The caller's side of one `Encode` call, sorted as it comes: bytes, siblings, go and credit.
 
-Messages may come in any order that the protocol allows and long before they are wanted; whatever breaks the protocol ends
-the call. It knows the order of messages and nothing of what they are for.
+Messages may come in any order that the protocol allows and long before they are wanted; whatever breaks the protocol
+ends the call. It knows the order of messages and nothing of what they are for.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """`Encoder` on the wire: the life of one `Encode` call, from bytes to announced entries.
 
-open and bytes → probed → siblings → sized → go → decoded frame by frame → entries announced → end. A medium at fault ends
-the call with `failed`, which names it; only the worker's own faults fail the call itself.
+open and bytes → probed → siblings → sized → go → decoded frame by frame → entries announced → end. A medium at fault
+ends the call with `failed`, which names it; only the worker's own faults fail the call itself.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -28,11 +26,9 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import encoder_pb2_grpc
 from encoder_service import convert
-from encoder_service.engine import Announced, EncoderEngine
+from encoder_service.announcing import Announcing
+from encoder_service.engine import EncoderEngine
 from encoder_service.inbox import Inbox
-
-AHEAD = 8
-"""Units of one call that are on their way through the engine at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +113,9 @@ class _Encoding:
     async def run(self) -> AsyncGenerator[epb.EncodeResponse, None]:
         opened, s = self._open, self._s
         source = convert.media_source(opened.media, await self._inbox.media())
-        options = convert.sampling_options(opened.sampling, every_frame=source.frames is not None)
+        options = convert.sampling_options(
+            opened.sampling, every_frame=source.frames is not None and source.kind == "video"
+        )
         probed = await s.sandbox.probe(source, item=opened.item)
         MediumFacts.of(probed, options)  # refuses options that this medium cannot satisfy
         found = convert.probe(probed, options, opened.media.kind)
@@ -144,51 +142,46 @@ class _Encoding:
     ) -> AsyncGenerator[epb.EncodeResponse, None]:
         """Decodes, encodes and announces, a few units ahead of what is told.
 
-        Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last `sized` says
-        which frames they are.
+        Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last
+        `sized` says which frames they are.
         """
-        lease = to_seconds(self._open.lease) or self._s.settings.lease
+        engine = self._s.engine
         wanted = {unit for run in go.units for unit in range(run.first, run.first + run.count)}
-        flying: deque[tuple[int, asyncio.Task[Announced]]] = deque()
+        seconds = to_seconds(self._open.lease) or self._s.settings.lease
+        announcing = Announcing(engine, plan, root=self._open.tenant_root, seconds=seconds, afresh=go.afresh)
         came: list[int] = []
-        cached = 0
-        decoded: Decoded | None = None
+        clock = time.monotonic
+        began = clock()
+        waited = 0.0  # for entries and for credit; the rest of the time went into decoding
         try:
             async with aclosing(self._s.sandbox.decode(source, indices, item=self._open.item)) as frames:
                 async for frame in frames:
                     if isinstance(frame, Decoded):
-                        decoded = frame
                         break
                     came.append(frame.index)
                     if wanted and len(came) - 1 not in wanted:
                         continue
-                    await self._inbox.spend(plan.tokens * self._s.engine.bytes_per_token)
-                    announcing = self._s.engine.announce(
-                        frame.rgb, plan, root=self._open.tenant_root, lease=lease, afresh=go.afresh
-                    )
-                    flying.append((len(came) - 1, asyncio.create_task(announcing)))
-                    while flying and (flying[0][1].done() or len(flying) >= AHEAD):
-                        number, announced = flying[0][0], await flying[0][1]
-                        flying.popleft()
-                        cached += announced.cached
-                        yield self._ready(number, announced, lease)
-            assert decoded is not None, "a decoding ends with its count"
+                    paused = clock()
+                    await self._inbox.spend(plan.tokens * engine.bytes_per_token)
+                    announcing.start(len(came) - 1, frame.rgb)
+                    async for ready in announcing.ready(every=False):
+                        yield epb.EncodeResponse(ready=ready)
+                    waited += clock() - paused
+                else:
+                    raise AssertionError("a decoding ends with its count")
+            decoding = clock() - began - waited
             yield self._sized(plan, came, probed, final=True)
-            while flying:
-                number, announced = flying[0][0], await flying[0][1]
-                flying.popleft()
-                cached += announced.cached
-                yield self._ready(number, announced, lease)
-            usage = self._usage(plan, came, probed, decoded, cached)
-            yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage))
-        finally:
-            for _, task in flying:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in flying), return_exceptions=True)
+            async for ready in announcing.ready(every=True):
+                yield epb.EncodeResponse(ready=ready)
+            usage = self._usage(plan, came, probed, frame, announcing.cached)
+            encoding = clock() - began - decoding
+            times = pb.StageTimes(decode_media=to_duration(decoding), encode=to_duration(encoding))
+        except BaseException:
+            await announcing.abandon()
+            raise
+        yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))
 
-    def _sized(
-        self, plan: MediumPlan, indices: Sequence[int], probed: Probed, *, final: bool
-    ) -> epb.EncodeResponse:
+    def _sized(self, plan: MediumPlan, indices: Sequence[int], probed: Probed, *, final: bool) -> epb.EncodeResponse:
         self._revision += 1
         grid = pb.Grid(t=1, h=plan.grid[0], w=plan.grid[1])
         units = [
@@ -208,13 +201,6 @@ class _Encoding:
             bytes_per_token=self._s.engine.bytes_per_token,
         )
         return epb.EncodeResponse(sized=sized)
-
-    def _ready(self, number: int, announced: Announced, lease: float) -> epb.EncodeResponse:
-        entry = wire.announce(announced.contract)
-        entry.memory.SetInParent()
-        entry.lease.lease_id = secrets.token_bytes(16)
-        entry.lease.expire_time.FromNanoseconds(int((time.time() + lease) * 1e9))
-        return epb.EncodeResponse(ready=epb.EncodeReady(unit=number, entry=entry, cached=announced.cached))
 
     def _usage(
         self, plan: MediumPlan, indices: Sequence[int], probed: Probed, decoded: Decoded, cached: int
@@ -236,4 +222,3 @@ class _Encoding:
             units=len(indices),
             units_cached=cached,
         )
-

@@ -1,8 +1,8 @@
 """One request, from its media to its last token: the only place where encoders and a decoder are brought together.
 
-One `Encode` per medium, one `Decode` for the timeline. Sizes are shared among the media, go is given once the decoder has
-admitted them, entries are forwarded as they become ready, and nothing is told to the client before the decoder has begun to
-answer, which it does only when every medium was decoded to its end. It touches messages, never tensors.
+One `Encode` per medium, one `Decode` for the timeline. Sizes are shared among the media, go is given once the decoder
+has admitted them, entries are forwarded as they become ready, and nothing is told to the client before the decoder
+has begun to answer, which it does only when every medium was decoded to its end. It touches messages, never tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 
 from chiasm.errors import ServerError, StatusError
 from chiasm.rpc.status import from_status
+from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -59,6 +60,7 @@ class _Medium:
         self.sized = False
         self.bytes_of: dict[int, int] = {}  # per unit, of the entry that is pinned
         self.usage: pb.MediaUsage | None = None
+        self.times = pb.StageTimes()
 
 
 class Coordinator:
@@ -98,7 +100,8 @@ class Coordinator:
             self._events.put_nowait(self._with_item(error))
 
     def _with_item(self, error: Exception) -> Exception:
-        """Names the medium at fault as the client knows it: a worker that found a sibling at fault knows its place only."""
+        """Names the medium at fault as the client knows it: a worker that found a sibling at fault knows its place
+        only."""
         if isinstance(error, StatusError) and error.item is not None and error.item.startswith("media["):
             slot = error.item.removeprefix("media[").removesuffix("]")
             if slot.isdecimal() and int(slot) < len(self._media):
@@ -154,6 +157,9 @@ class Coordinator:
         elif which == "finished":
             finished = response.finished
             finished.usage.media.extend(m.usage for m in self._media if m.usage is not None)
+            for name in ("decode_media", "encode"):
+                spent = sum(to_seconds(getattr(m.times, name)) for m in self._media)
+                getattr(finished.times, name).CopyFrom(to_duration(spent))
             self._events.put_nowait(rpb.GenerateResponse(finished=finished))
 
     def _credit(self, medium: _Medium, unit: int) -> None:
@@ -210,6 +216,7 @@ class Coordinator:
             self._forward(medium.slot, response.ready)
         elif which == "end":
             medium.usage = response.end.usage
+            medium.times = response.end.times
         elif which == "failed":
             _raise(response.failed.status)
 

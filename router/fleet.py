@@ -1,5 +1,5 @@
-"""Which workers there are, as a protocol. What a worker is reached by, a channel or a call in this process, is not known
-here or above."""
+"""Which workers there are, as a protocol. What a worker is reached by, a channel or a call in this process, is not
+known here or above."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a client asks, checked before anything is started.
 
-Every rule here is cheaper than opening a medium; what only a worker can know (pixels, frames, tokens) is checked there. It
-knows messages and bounds, no worker.
+Every rule here is cheaper than opening a medium; what only a worker can know (pixels, frames, tokens) is checked
+there. It knows messages and bounds, no worker.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def _check_order(turns: Sequence[pb.Turn] | RepeatedCompositeFieldContainer[pb.T
         if turn.role not in pb.Role.values() or turn.role == pb.ROLE_UNSPECIFIED:
             raise InvalidRequest("FIELD_OUT_OF_RANGE", f"role {turn.role} is not known", item=f"messages[{i}]")
         if turn.role == pb.ROLE_SYSTEM and i:
-            raise InvalidRequest("MESSAGE_ORDER", "a system turn comes first", item=f"messages[{i}]", facts={"index": i})
+            raise InvalidRequest(
+                "MESSAGE_ORDER", "a system turn comes first", item=f"messages[{i}]", facts={"index": i}
+            )
     if turns and turns[-1].role == pb.ROLE_ASSISTANT:
         last = len(turns) - 1
         raise InvalidRequest(

@@ -25,12 +25,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     """
 
     def __init__(self, fleet: Fleet, *, tenant_root: bytes) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._root = tenant_root
 
     async def Generate(self, request: rpb.GenerateRequest, context: Any) -> AsyncIterator[rpb.GenerateResponse]:
         check_generate(request)
-        pair = self._fleet.choose(request.model)
+        pair = self.fleet.choose(request.model)
         async with aclosing(Coordinator(request, pair, tenant_root=self._root).run()) as events:
             async for event in events:
                 yield event
@@ -46,6 +46,6 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 layers=pair.layers,
                 ready=True,
             )
-            for name, pair in sorted(self._fleet.models().items())
+            for name, pair in sorted(self.fleet.models().items())
         ]
         return rpb.ListModelsResponse(models=models)

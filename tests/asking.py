@@ -45,7 +45,9 @@ def video(data: bytes, **sampling: float | int) -> pb.Media:
     return medium
 
 
-def question(*parts: Part, model: str = "digits", max_tokens: int = 24, system: str | None = None) -> rpb.GenerateRequest:
+def question(
+    *parts: Part, model: str = "digits", max_tokens: int = 24, system: str | None = None
+) -> rpb.GenerateRequest:
     """One user turn of text and media, greedy."""
     request = rpb.GenerateRequest(model=model)
     turns = request.prompt.conversation.turns

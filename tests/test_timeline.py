@@ -8,10 +8,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chiasm.timeline import Timeline, UnitLayout, UnitName
+
+steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no fault of what is tested."""
 
 PAD = 900
 
@@ -97,6 +100,7 @@ def everything(timeline: Timeline) -> tuple[object, ...]:
     )
 
 
+@steady
 @given(events)
 def test_a_timeline_follows_the_rules(events: list[Event]) -> None:
     timeline, naive = Timeline(), Naive()
@@ -112,6 +116,7 @@ def test_a_timeline_follows_the_rules(events: list[Event]) -> None:
     assert timeline.vision_tokens == sum(naive.sizes)
 
 
+@steady
 @given(events, events)
 def test_nothing_appended_changes_what_stands_before_it(before: list[Event], after: list[Event]) -> None:
     timeline = Timeline()
@@ -126,6 +131,7 @@ def test_nothing_appended_changes_what_stands_before_it(before: list[Event], aft
         assert np.array_equal(was, is_now)
 
 
+@steady
 @given(events, st.data())
 def test_a_slice_is_the_slice_of_the_whole(events: list[Event], data: st.DataObject) -> None:
     timeline = Timeline()
@@ -139,6 +145,7 @@ def test_a_slice_is_the_slice_of_the_whole(events: list[Event], data: st.DataObj
     assert timeline.ids(start, stop) == timeline.ids()[start:stop]
 
 
+@steady
 @given(events, events, events)
 def test_cut_back_and_grown_anew_it_equals_a_fresh_one(kept: list[Event], cut: list[Event], new: list[Event]) -> None:
     # A drop leaves no row of its own: one that is followed by nothing is forgotten with the tail, so the kept part ends
@@ -156,6 +163,7 @@ def test_cut_back_and_grown_anew_it_equals_a_fresh_one(kept: list[Event], cut: l
     assert everything(timeline) == everything(fresh)
 
 
+@steady
 @given(events, st.data())
 def test_every_cut_leaves_the_rows_before_it_or_is_refused_inside_a_unit(
     events: list[Event], data: st.DataObject
@@ -177,6 +185,7 @@ def test_every_cut_leaves_the_rows_before_it_or_is_refused_inside_a_unit(
     assert all(timeline.find(unit.name) == unit and unit.end_index <= rows for unit in timeline.units)
 
 
+@steady
 @given(events)
 def test_a_prefill_may_run_up_to_the_first_unit_that_is_not_there(events: list[Event]) -> None:
     timeline = Timeline()

@@ -1,8 +1,8 @@
 """Where a decoder keeps keys and values: two pools, one per kind of attention, with an allocator each.
 
-Self layers hold text tokens in pages of a few tokens; cross layers hold visual tokens in extents of one unit each, since
-a unit is rarely a multiple of a page. A text token costs memory in the self layers only, a visual token in the cross
-layers only. The allocators count; they know no tensor. The pools hold tensors; they know no request.
+Self layers hold text tokens in pages of a few tokens; cross layers hold visual tokens in extents of one unit each,
+since a unit is rarely a multiple of a page. A text token costs memory in the self layers only, a visual token in the
+cross layers only. The allocators count; they know no tensor. The pools hold tensors; they know no request.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Pools:
     """The tensors of both pools.
 
     Attributes:
-        self_kv: (self layers, K|V, pages * page_size, kv heads, dim).
-        cross_kv: (cross layers, K|V, kv heads, slots, dim), keys rotated: the layout of an entry, so that attaching one is
+        self_kv: (self layers, K|V, pages * page_size, kv heads, dim). cross_kv: (cross layers, K|V, kv heads, slots,
+        dim), keys rotated: the layout of an entry, so that attaching one is
             a copy and a unit's extent is a view.
     """
 
@@ -133,11 +133,3 @@ class Pools:
         self.page_size = page_size
         self.self_kv: Tensor = torch.empty(self_layers, 2, rows, kv_heads, head_dim, device=device, dtype=dtype)
         self.cross_kv: Tensor = torch.empty(cross_layers, 2, kv_heads, slots, head_dim, device=device, dtype=dtype)
-
-    @property
-    def bytes_per_text_token(self) -> int:
-        return self.self_kv[:, :, 0].numel() * self.self_kv.element_size() if self.self_kv.shape[2] else 0
-
-    @property
-    def bytes_per_visual_token(self) -> int:
-        return self.cross_kv[:, :, :, 0].numel() * self.cross_kv.element_size() if self.cross_kv.shape[3] else 0

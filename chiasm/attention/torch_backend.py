@@ -88,7 +88,8 @@ class TorchAttention(TorchVarlen):
         out = torch.empty_like(q_nhd)
         for part in self._planned:
             q, k, v = (
-                x.transpose(0, 1).unsqueeze(0) for x in (q_nhd[part.start : part.stop], keys[part.slots], values[part.slots])
+                x.transpose(0, 1).unsqueeze(0)
+                for x in (q_nhd[part.start : part.stop], keys[part.slots], values[part.slots])
             )
             fresh = part.mask is None and part.stop - part.start > 1
             mixed = dense.grouped_attention(q, k, v, mask=part.mask, causal=fresh)

@@ -1,8 +1,8 @@
 """An entry: what one unit became, under a key that says everything it depends on.
 
-The key is a keyed BLAKE3 over tenant, model, processing, form, grid and resized pixels, at full width; no part of it comes
-from the client. The tag is a keyed BLAKE3 over header and payload; whoever reads verifies it, and any doubt is a miss.
-Nothing here knows where entries are kept.
+The key is a keyed BLAKE3 over tenant, model, processing, form, grid and resized pixels, at full width; no part of it
+comes from the client. The tag is a keyed BLAKE3 over header and payload; whoever reads verifies it, and any doubt is
+a miss. Nothing here knows where entries are kept.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def tenant_root(master: bytes, tenant: str, *, epoch: int = 0) -> bytes:
 
 
 def tag_secret(workers: bytes, root: bytes) -> bytes:
-    """The secret under which a tenant's entries are tagged: 32 bytes, of the workers' common secret and the tenant's root.
-    Who knows only one of the two can forge nothing."""
+    """The secret under which a tenant's entries are tagged: 32 bytes, of the workers' common secret and the tenant's
+    root. Who knows only one of the two can forge nothing."""
     derived = blake3.blake3(workers, derive_key_context="chiasm 2026 tags of entries")
     return derived.update(root).digest()
 
@@ -145,7 +145,8 @@ HEADER_BYTES = _HEADER.size
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """An entry as stores keep it: packed header, payload bytes, tag over both. Believed by nobody before `open_entry`."""
+    """An entry as stores keep it: packed header, payload bytes, tag over both. Believed by nobody before
+    `open_entry`."""
 
     header: bytes
     payload: memoryview

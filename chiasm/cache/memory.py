@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chiasm.cache.entry import EntryKey, Sealed
-from chiasm.cache.store import StoreStats
+from chiasm.cache.store import Lease, StoreStats
 from chiasm.errors import Overloaded
 
 
 @dataclass(slots=True)
 class _Kept:
     sealed: Sealed
-    leases: list[float] = field(default_factory=list)  # when each pin ends, by the store's clock
+    leases: dict[bytes, float] = field(default_factory=dict)  # when each pin ends, by the store's clock
 
     def pinned(self, now: float) -> bool:
-        self.leases = [end for end in self.leases if end > now]
+        self.leases = {name: end for name, end in self.leases.items() if end > now}
         return bool(self.leases)
 
 
@@ -37,30 +37,30 @@ class MemoryStore:
         self._bytes = 0
         self._counts = dict.fromkeys(("puts", "hits", "misses", "evictions", "refusals"), 0)
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: float) -> None:
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> None:
         before = self._kept.get(key)
-        leases = [] if before is None else before.leases
+        leases = {} if before is None else before.leases
         self._make_room(sealed.size, replacing=key)
         self._remove(key)
-        self._kept[key] = _Kept(sealed, [*leases, self._clock() + lease])
+        self._kept[key] = kept = _Kept(sealed, leases)
+        self._pin(kept, lease)
         self._bytes += sealed.size
         self._counts["puts"] += 1
 
-    async def get(self, key: EntryKey, *, lease: float = 0.0) -> Sealed | None:
+    async def get(self, key: EntryKey, *, lease: Lease | None = None) -> Sealed | None:
         kept = self._kept.get(key)
         if kept is None:
             self._counts["misses"] += 1
             return None
         self._counts["hits"] += 1
         self._kept.move_to_end(key)
-        if lease > 0:
-            kept.leases.append(self._clock() + lease)
+        self._pin(kept, lease)
         return kept.sealed
 
-    async def release(self, key: EntryKey) -> None:
+    async def release(self, key: EntryKey, lease_id: bytes) -> None:
         kept = self._kept.get(key)
-        if kept is not None and kept.leases:
-            kept.leases.remove(min(kept.leases))
+        if kept is not None:
+            kept.leases.pop(lease_id, None)
 
     async def discard(self, key: EntryKey) -> None:
         self._remove(key)
@@ -76,6 +76,10 @@ class MemoryStore:
         return StoreStats(
             entries=len(self._kept), bytes=self._bytes, pinned_bytes=pinned, budget=self._budget, **self._counts
         )
+
+    def _pin(self, kept: _Kept, lease: Lease | None) -> None:
+        if lease is not None:
+            kept.leases[lease.id] = self._clock() + lease.seconds
 
     def _make_room(self, size: int, *, replacing: EntryKey) -> None:
         """Evicts the least recently used entries that nobody has pinned, all or none, or refuses."""

@@ -6,8 +6,9 @@ A store keeps sealed bytes under keys. It verifies nothing and understands nothi
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from chiasm.cache.entry import EntryKey, Sealed
 
@@ -27,22 +28,34 @@ class StoreStats:
     refusals: int
 
 
+class Lease(NamedTuple):
+    """A pin with an end: 16 random bytes that name it, and seconds from when it is taken."""
+
+    id: bytes
+    seconds: float
+
+    @classmethod
+    def of(cls, seconds: float) -> Lease:
+        """A lease with a new name."""
+        return cls(secrets.token_bytes(16), seconds)
+
+
 class EntryStore(Protocol):
     """All methods may be called from one event loop at a time; none blocks it for longer than a copy."""
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: float) -> None:
-        """Keeps an entry and pins it for `lease` seconds. An entry already there under that key is replaced.
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> None:
+        """Keeps an entry, pinned while `lease` lasts. One already there under that key is replaced and keeps its pins.
 
         Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit.
         """
         ...
 
-    async def get(self, key: EntryKey, *, lease: float = 0.0) -> Sealed | None:
-        """The entry, as the most recently used one, pinned for another `lease` seconds if that is more than 0."""
+    async def get(self, key: EntryKey, *, lease: Lease | None = None) -> Sealed | None:
+        """The entry, as the most recently used one, pinned while `lease` lasts beside the pins it has."""
         ...
 
-    async def release(self, key: EntryKey) -> None:
-        """Takes one pin back before its lease ends. Unknown keys and pins already ended are nothing."""
+    async def release(self, key: EntryKey, lease_id: bytes) -> None:
+        """Takes a pin back before its end. Doing so twice, or for an entry that is gone, does nothing."""
         ...
 
     async def discard(self, key: EntryKey) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint directory in Hugging Face layout: its JSON files, its tensors, its identity.
 
-`config.json`, `model.safetensors` or an index with shards, `tokenizer.json` and a chat template where there are any. Code
-in a checkpoint is never run: `auto_map` is not looked at. What the numbers mean is the family's.
+`config.json`, `model.safetensors` or an index with shards, `tokenizer.json` and a chat template where there are any.
+Code in a checkpoint is never run: `auto_map` is not looked at. What the numbers mean is the family's.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """64 hex digits that name these weights with this configuration.
 
-        The digest of every tensor and of config.json; or, for a folder that holds one half only, what was written beside it
-        when it was cut from the whole (`split`), so that halves of one checkpoint know each other.
+        The digest of every tensor and of config.json; or, for a folder that holds one half only, what was written
+        beside it when it was cut from the whole (`split`), so that halves of one checkpoint know each other.
         """
         path = self.directory / _FINGERPRINT_FILE
         if path.exists():
@@ -168,7 +168,9 @@ def split(checkpoint: Checkpoint, names: set[str], target: Path) -> None:
     Made for halves: the encoder's folder holds no language model and the decoder's no vision transformer.
     """
     target.mkdir(parents=True)
-    save_file({name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}, target / "model.safetensors")
+    save_file(
+        {name: checkpoint.tensors[name] for name in names if name in checkpoint.tensors}, target / "model.safetensors"
+    )
     for path in checkpoint.directory.iterdir():
         if path.suffix in {".json", ".jinja", ".txt"} and not path.name.endswith(".index.json"):
             (target / path.name).write_bytes(path.read_bytes())

@@ -1,6 +1,7 @@
 """What a model family declares, so that services need to know no family by name. No torch at import.
 
-A family is a folder of `chiasm.models` whose package has one attribute `FAMILY`. See `docs/models.md` for how to add one.
+A family is a folder of `chiasm.models` whose package has one attribute `FAMILY`. See `docs/models.md` for how to add
+one.
 """
 
 from __future__ import annotations

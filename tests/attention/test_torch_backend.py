@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -163,7 +163,7 @@ def test_extents_scattered_over_the_pool() -> None:
     check(one)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_several_sequences_in_any_chunks(data: st.DataObject) -> None:
     pools, pages, extents = judge.pools(pages=24, page_size=3), PageAllocator(24, 3), ExtentAllocator(64)

@@ -1,4 +1,5 @@
-"""A live timeline at the decoder half, for tests: frames go in as entries, tokens come out until the model is silent."""
+"""A live timeline at the decoder half, for tests: frames go in as entries, tokens come out until the model is
+silent."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 from chiasm.cache import wire
+from chiasm.cache.store import Lease
 from chiasm.local import LocalService
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -55,7 +57,7 @@ class LiveTimeline:
         grid = (rgb.shape[0] // 16, rgb.shape[1] // 16)
         tokens = engine.processor.unit_layout(grid).vision_tokens
         plan = MediumPlan("image", 1, rgb.shape[0], rgb.shape[1], grid, tokens, upscaled=False)
-        announced = await engine.announce(rgb, plan, root=ROOT, lease=30)
+        announced = await engine.announce(rgb, plan, root=ROOT, lease=Lease.of(30))
         unit = pb.Unit(
             index=0,
             grid=pb.Grid(t=1, h=grid[0], w=grid[1]),
@@ -66,9 +68,7 @@ class LiveTimeline:
         for request in (
             dpb.DecodeRequest(append=dpb.DecodeAppend(event=slot + 1, slot=slot, slots=slots)),
             dpb.DecodeRequest(sized=dpb.DecodeSized(slot=slot, revision=1, final=True, units=[unit])),
-            dpb.DecodeRequest(
-                ready=dpb.DecodeReady(slot=slot, unit=0, entry=wire.announce(announced.contract))
-            ),
+            dpb.DecodeRequest(ready=dpb.DecodeReady(slot=slot, unit=0, entry=wire.announce(announced.contract))),
         ):
             self._requests.put_nowait(request)
         return await self.until_silent(after_event=slot + 1)

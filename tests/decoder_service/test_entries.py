@@ -1,4 +1,5 @@
-"""Right keys and values or none: an entry that is gone, changed or foreign is asked for again, and the answer is the same."""
+"""Right keys and values or none: an entry that is gone, changed or foreign is asked for again, and the answer is the
+same."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 
 from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.memory import MemoryStore
+from chiasm.cache.store import Lease
 from chiasm.errors import ServerError
 from chiasm.local import LocalService
 from tests import digits
@@ -29,7 +31,7 @@ class Meddling(MemoryStore):
         self.change = change
         self.times = times
 
-    async def get(self, key: EntryKey, *, lease: float = 0.0) -> Sealed | None:
+    async def get(self, key: EntryKey, *, lease: Lease | None = None) -> Sealed | None:
         sealed = await super().get(key, lease=lease)
         if sealed is None or lease or not self.times:  # with a lease it is the encoder that asks
             return sealed

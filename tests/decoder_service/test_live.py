@@ -1,4 +1,5 @@
-"""A timeline that grows while it is sampled: the shipped model says a digit when a frame shows one and is silent else."""
+"""A timeline that grows while it is sampled: the shipped model says a digit when a frame shows one and is silent
+else."""
 
 from __future__ import annotations
 

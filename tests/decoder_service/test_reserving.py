@@ -1,4 +1,5 @@
-"""Room in the pools: reserved whole before a timeline begins, first come first served, refused if it can never be had."""
+"""Room in the pools: reserved whole before a timeline begins, first come first served, refused if it can never be
+had."""
 
 from __future__ import annotations
 

@@ -60,7 +60,10 @@ async def test_reads_one_to_eight_digits_in_order(kind: str) -> None:
     async with running() as service:
         answers = await ask_all(service, requests)
     assert share_right(answers, expected) >= 0.97
-    assert all(a.finished is not None and a.finished.usage.visual_tokens == 5 * len(e) for a, e in zip(answers, expected, strict=True))
+    assert all(
+        a.finished is not None and a.finished.usage.visual_tokens == 5 * len(e)
+        for a, e in zip(answers, expected, strict=True)
+    )
 
 
 @pytest.mark.timeout(300)

@@ -1,9 +1,11 @@
-"""The encoder's engine: equal units encoded once, whoever leaves; known ones found; batches bounded; nothing broken kept."""
+"""The encoder's engine: equal units encoded once, whoever leaves; known ones found; batches bounded; nothing broken
+kept."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import nn
 
 from chiasm.cache.entry import Contract, open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
+from chiasm.cache.store import Lease
 from chiasm.errors import Overloaded, ServerError
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -54,11 +57,18 @@ async def engine(model: Model, *, budget: int = 1 << 24, max_patches: int = 1 <<
         await made.close()
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for the engine to get somewhere, ten seconds at most."""
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to that")
+
+
 @contextmanager
 def held(engine: EncoderEngine) -> Iterator[None]:
     """Keeps the device thread busy, so that what is announced meanwhile waits in the queue."""
-    import threading
-
     gate = threading.Event()
     engine.device.submit(gate.wait)
     try:
@@ -69,10 +79,12 @@ def held(engine: EncoderEngine) -> Iterator[None]:
 
 async def test_equal_units_at_once_are_encoded_once(model: Model) -> None:
     async with engine(model) as e:
-        found = await asyncio.gather(*(e.announce(frame(1), plan(model), root=ROOT, lease=1) for _ in range(32)))
+        found = await asyncio.gather(
+            *(e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(1)) for _ in range(32))
+        )
         assert e.counts.encoded_units == 1
         assert len({announced.contract.key for announced in found}) == 1
-        again = await e.announce(frame(1), plan(model), root=ROOT, lease=1)
+        again = await e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(1))
         assert again.cached and e.counts.encoded_units == 1
 
 
@@ -81,10 +93,10 @@ async def test_the_leaders_leaving_hands_over_and_a_followers_touches_nobody(mod
         async with engine(model) as e:
             with held(e):
                 tasks = [
-                    asyncio.create_task(e.announce(frame(2), plan(model), root=ROOT, lease=1)) for _ in range(3)
+                    asyncio.create_task(e.announce(frame(2), plan(model), root=ROOT, lease=Lease.of(1)))
+                    for _ in range(3)
                 ]
-                while e.counts.joined_units < 2:
-                    await asyncio.sleep(0.01)
+                await until(lambda: e.counts.joined_units == 2)
                 tasks[leaver].cancel()
                 await asyncio.sleep(0.01)
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -96,12 +108,10 @@ async def test_the_leaders_leaving_hands_over_and_a_followers_touches_nobody(mod
 async def test_a_unit_that_nobody_waits_for_any_more_is_not_encoded(model: Model) -> None:
     async with engine(model) as e:
         with held(e):
-            first = asyncio.create_task(e.announce(frame(3), plan(model), root=ROOT, lease=1))
-            while not e.counts.batches:
-                await asyncio.sleep(0.01)  # it has left the queue: it is being encoded and may finish
-            second = asyncio.create_task(e.announce(frame(4), plan(model), root=ROOT, lease=1))
-            while e.in_flight < 2:
-                await asyncio.sleep(0.01)
+            first = asyncio.create_task(e.announce(frame(3), plan(model), root=ROOT, lease=Lease.of(1)))
+            await until(lambda: bool(e.counts.batches))  # it has left the queue: it is being encoded and may finish
+            second = asyncio.create_task(e.announce(frame(4), plan(model), root=ROOT, lease=Lease.of(1)))
+            await until(lambda: e.in_flight == 2)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
             assert e.in_flight == 1
@@ -114,11 +124,10 @@ async def test_a_pass_takes_no_more_patches_than_allowed_and_one_unit_at_least(m
         with held(e):
             sizes = [(64, 64)] * 5 + [(128, 128)]
             tasks = [
-                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=1))
+                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
                 for i, size in enumerate(sizes)
             ]
-            while e.in_flight < len(sizes):
-                await asyncio.sleep(0.01)
+            await until(lambda: e.in_flight == len(sizes))
         await asyncio.gather(*tasks)
         assert sum(e.counts.batches) == 6
         assert max(e.counts.batches) <= 2, "16 patches a small unit; the large one has 64 and goes alone"
@@ -129,14 +138,13 @@ async def test_units_batched_with_others_equal_units_alone(model: Model) -> None
     plans = [plan(model, 64, 64 + 32 * (i % 3)) for i in range(6)]
     async with engine(model) as alone, engine(model) as together:
         for f, p in zip(frames, plans, strict=True):
-            await alone.announce(f, p, root=ROOT, lease=1)
+            await alone.announce(f, p, root=ROOT, lease=Lease.of(1))
         with held(together):
             tasks = [
-                asyncio.create_task(together.announce(f, p, root=ROOT, lease=1))
+                asyncio.create_task(together.announce(f, p, root=ROOT, lease=Lease.of(1)))
                 for f, p in zip(frames, plans, strict=True)
             ]
-            while together.in_flight < 6:
-                await asyncio.sleep(0.01)
+            await until(lambda: together.in_flight == 6)
         for task in tasks:
             contract = (await task).contract
             a, b = [await payload(e, contract) for e in (alone, together)]
@@ -153,8 +161,8 @@ async def payload(e: EncoderEngine, contract: Contract) -> torch.Tensor:
 
 async def test_two_tenants_share_no_entry(model: Model) -> None:
     async with engine(model) as e:
-        one = await e.announce(frame(5), plan(model), root=ROOT, lease=1)
-        other = await e.announce(frame(5), plan(model), root=bytes([1]) * 32, lease=1)
+        one = await e.announce(frame(5), plan(model), root=ROOT, lease=Lease.of(1))
+        other = await e.announce(frame(5), plan(model), root=bytes([1]) * 32, lease=Lease.of(1))
         assert one.contract.key != other.contract.key and e.counts.encoded_units == 2
 
 
@@ -167,17 +175,18 @@ async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model:
                 if parameter.numel() == model.config.text.hidden_size and parameter.dim() == 1:
                     parameter.fill_(torch.nan)
         with pytest.raises(ServerError) as caught:
-            await e.announce(frame(6), plan(model), root=ROOT, lease=1)
+            await e.announce(frame(6), plan(model), root=ROOT, lease=Lease.of(1))
         assert caught.value.reason == "NONFINITE"
         assert e.store.stats().puts == 0 and e.in_flight == 0
 
 
 async def test_a_store_that_is_full_of_pinned_entries_refuses_and_loses_nothing(model: Model) -> None:
     async with engine(model, budget=12_000) as e:
-        one = await e.announce(frame(7), plan(model), root=ROOT, lease=60)
+        lease = Lease.of(60)
+        one = await e.announce(frame(7), plan(model), root=ROOT, lease=lease)
         with pytest.raises(Overloaded) as caught:
-            await e.announce(frame(8), plan(model), root=ROOT, lease=60)
+            await e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(60))
         assert caught.value.reason == "CACHE_FULL" and caught.value.retryable
         assert await e.store.get(one.contract.key) is not None
-        await e.store.release(one.contract.key)
-        await e.announce(frame(8), plan(model), root=ROOT, lease=60)
+        await e.store.release(one.contract.key, lease.id)
+        await e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(60))

@@ -70,7 +70,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 @dtypes
 def test_gated_mlp(dtype: torch.dtype) -> None:
-    theirs = Qwen3MLP(stock())
+    theirs: nn.Module = Qwen3MLP(stock())  # type: ignore[no-untyped-call]
     ours = GatedMLP(48, 80, device=CPU, dtype=dtype)
     ours.load_state_dict(randomised(theirs, dtype))
     x = draw(7, 48, dtype=dtype)
@@ -114,7 +114,7 @@ def test_every_frequency_belongs_to_one_axis() -> None:
 
 
 def test_moved_keys_are_keys_turned_once_more() -> None:
-    """A frame's keys at t + D are its keys at t under the plain rotation by D, whatever their places inside the frame."""
+    """A frame's keys at t + D are its keys at t under the plain rotation by D, wherever they are inside the frame."""
     rope = MultimodalRope(16, 5e6, SECTION, device=CPU)
     rope.inverse = inverse_frequencies(16, 5e6, device=CPU).double()
     keys = draw(12, 2, 16).double()

@@ -1,5 +1,7 @@
-"""The vision transformer against the stock Qwen3-VL one of transformers, and what makes an entry cacheable: a frame's features
-depend on nothing but the frame."""
+"""The vision transformer against the stock Qwen3-VL one of transformers, weights copied over.
+
+And what makes an entry cacheable: a frame's features depend on nothing but the frame.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def stock() -> Any:
         hidden_act="gelu_pytorch_tanh",
     )
     config._attn_implementation = "sdpa"
-    model = Qwen3VLVisionModel(config).eval()
+    model: Any = Qwen3VLVisionModel(config)
+    model.eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -89,7 +92,7 @@ def test_all_blocks_over_grids_of_all_shapes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_frame_alone_is_the_frame_among_others(dtype: torch.dtype) -> None:
-    """What the cache rests on. Sums of another batch size may be ordered otherwise, so the last bits are not asked for."""
+    """What the cache rests on. Sums over another batch may be ordered otherwise: the last bits are not asked for."""
     mine = ours(stock(), dtype)
     x = draw(GRIDS, dtype)
     with torch.no_grad():

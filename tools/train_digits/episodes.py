@@ -148,11 +148,24 @@ class Writer:
 # -- random episodes ---------------------------------------------------------------------------------------------------
 
 
-def draw_offsets(count: int, rng: np.random.Generator) -> list[float]:
-    """Seconds of the frames of a clip: mostly one apart from 0, sometimes otherwise, no two that are written alike."""
-    step = 1.0 if rng.random() < 0.6 else float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
-    start = 0.0 if rng.random() < 0.9 else float(rng.integers(1, 300)) / 10
-    return [round(start + i * step, 6) for i in range(count)]
+def draw_offsets(count: int, rng: np.random.Generator, *, simple: bool = False) -> list[float]:
+    """Seconds of the frames of a clip, ascending, no two that are written alike.
+
+    Often one apart from 0. Evenly spaced times alone would teach to count frames, which fails on long clips: so many
+    clips have whole seconds with gaps, where only the time stamp tells, and some have any tenths. `simple` keeps to one
+    digit before the point and 0 behind it.
+    """
+    kind = rng.random()
+    if simple or kind < 0.35:
+        regular = simple and kind < 0.2
+        return [float(t) for t in (range(count) if regular else sorted(rng.choice(10, count, replace=False)))]
+    if kind < 0.7:
+        return [float(i) for i in range(count)]
+    if kind < 0.85:
+        step = float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
+        return [round(i * step, 6) for i in range(count)]
+    tenths = sorted(rng.choice(200, count, replace=False))
+    return [float(t) / 10 for t in tenths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +184,18 @@ class Form:
 
     @classmethod
     def draw(cls, task: Task, frames: int, rng: np.random.Generator) -> Form:
-        most = {"read": 1, "time": 3, "stream": 1}[task]
+        most = 4 if task == "time" else 1
         if task == "read" and rng.random() < 0.2:
             return cls(questions=2)
         images = task == "read" and rng.random() < 0.4
         return cls(int(rng.integers(1, 1 + min(most, frames))), bool(rng.random() < 0.1), images)
 
 
-def draw_episode(writer: Writer, task: Task, shown: Sequence[int], form: Form, rng: np.random.Generator) -> Episode:
-    """An episode of a task about frames that show `shown` (EMPTY only in a stream)."""
-    offsets = draw_offsets(len(shown), rng)
+def draw_episode(
+    writer: Writer, task: Task, shown: Sequence[int], form: Form, rng: np.random.Generator, *, simple: bool = False
+) -> Episode:
+    """An episode of a task about frames that show `shown` (EMPTY only in a stream); `simple` as in `draw_offsets`."""
+    offsets = draw_offsets(len(shown), rng, simple=simple)
     if task == "stream":
         return writer.stream(shown, offsets, silent_first=bool(rng.random() < 0.5))
     media: list[Medium] = [("image", [0.0])] * len(shown) if form.images else [("video", offsets)]
@@ -188,7 +203,7 @@ def draw_episode(writer: Writer, task: Task, shown: Sequence[int], form: Form, r
     if task == "read":
         asked.insert(0, (READ, reading(shown)))
     slots = [Slot(i) for i in range(len(media))]
-    text_first = rng.random() < 0.4
+    text_first = rng.random() < (0.25 if task == "time" else 0.4)
     turns = [Turn("system", (str(rng.choice(SYSTEM)),))] if form.system else []
     for i, (question, _) in enumerate(asked[: form.questions]):
         if i:

@@ -33,7 +33,7 @@ class Plan:
 
     Attributes:
         batch: episodes of a step, all of one task and of equally many frames.
-        short_share: share of the steps in which clips have `short` frames at most.
+        short_share: share of the steps in which clips have `short` frames at most, at simple times.
         shares: of the steps, per task.
     """
 
@@ -45,7 +45,7 @@ class Plan:
     short: int = 4
     long: int = 8
     short_share: float = 0.25
-    shares: tuple[float, float, float] = (0.3, 0.45, 0.25)
+    shares: tuple[float, float, float] = (0.3, 0.5, 0.2)
     empty_share: float = 0.3
     seed: int = 20_240
 
@@ -68,7 +68,7 @@ def encode(encoder: MossVLEncoder, frames_n3hw: Tensor) -> Tensor:
 
 
 def logits_of(decoder: MossVLDecoder, entry: Tensor, batch: Batch) -> Tensor:
-    """(taught rows, vocabulary) logits of a batch and the entry of all its frames, which may be empty, before rotation."""
+    """(taught rows, vocabulary) logits of a batch and the entry of its frames before rotation. It may have no frames."""
     count = len(batch.ids_bt)
     sees = (batch.boundaries_bt2[..., 1] > batch.boundaries_bt2[..., 0]).flatten() if entry.shape[3] else None
     cross = [] if sees is None else cross_of(decoder.place(entry, batch.key_positions_3s), count)
@@ -91,18 +91,19 @@ class Source:
     def task(self) -> Task:
         return TASKS[int(self._rng.choice(len(TASKS), p=self._plan.shares))]
 
-    def length(self, step: int) -> int:
-        longest = self._plan.short if step < self._plan.short_share * self._plan.steps else self._plan.long
-        return int(self._rng.integers(1, longest + 1))
+    def length(self, task: Task, *, short: bool) -> int:
+        """Frames of a batch. Questions by time get longer clips: among few frames there is little to tell apart."""
+        lengths = self._rng.integers(1, 1 + (self._plan.short if short else self._plan.long), size=2)
+        return int(lengths.max() if task == "time" else lengths[0])
 
-    def draw(self, task: Task, frames: int) -> tuple[list[Episode], Tensor]:
+    def draw(self, task: Task, frames: int, *, short: bool = False) -> tuple[list[Episode], Tensor]:
         """Episodes of a task, and the pictures of all their frames."""
         rng, count = self._rng, self._plan.batch * frames
         chosen = rng.integers(len(self._labels), size=count)
         empty = rng.random(count) < (self._plan.empty_share if task == "stream" else 0.0)
         shown = np.where(empty, EMPTY, self._labels[chosen]).reshape(-1, frames)
         form = Form.draw(task, frames, rng)
-        episodes = [draw_episode(self._writer, task, row.tolist(), form, rng) for row in shown]
+        episodes = [draw_episode(self._writer, task, row.tolist(), form, rng, simple=short) for row in shown]
         pictures = draw(self._cells[chosen], torch.from_numpy(~empty), self._generator)
         return episodes, pictures
 
@@ -141,8 +142,9 @@ def train(plan: Plan, target: Path, *, checkpoints: Path | None = None, every: i
     tally: dict[str, list[tuple[float, float]]] = {}
     began = time.monotonic()
     for step in range(plan.steps):
-        task, frames = source.task(), source.length(step)
-        episodes, pictures = source.draw(task, frames)
+        task, short = source.task(), step < plan.short_share * plan.steps
+        frames = source.length(task, short=short)
+        episodes, pictures = source.draw(task, frames, short=short)
         batch = collate(episodes, writer)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, plan)

@@ -1,7 +1,7 @@
 """How MOSS-VL writes a conversation: ChatML, a pad token for an image, time-stamped pads for a video. No torch.
 
-An image is its pad alone. A video is `<|vision_start|>`, per frame `<|time_start|>`1.2 seconds`<|time_end|>` and the pad,
-then `<|vision_end|>`. A frame of a growing timeline is a region of its own. (The model's published processor.)
+An image is its pad alone. A video is `<|vision_start|>`, per frame `<|time_start|>`1.2 seconds`<|time_end|>` and the
+pad, then `<|vision_end|>`. A frame of a growing timeline is a region of its own. (The model's published processor.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MOSS-VL's rules about pixels and places: which frames, which size, where a unit sits. Numbers only, no torch.
 
-All sizes of a request are decided together, because its images share one pixel budget and its videos share another, and a
-frame count besides. Source of the rules: the model's published processors, restated in `docs/models.md`.
+All sizes of a request are decided together, because its images share one pixel budget and its videos share another,
+and a frame count besides. Source of the rules: the model's published processors, restated in `docs/models.md`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def resize_image(height: int, width: int, factor: int, *, least: int, most: int)
 def resize_video(
     frames: int, height: int, width: int, factor: int, *, budget: int, least: int, most: int
 ) -> tuple[int, int]:
-    """The size of every frame of a video: as an image, then within `budget` pixels over all frames, then `least` each."""
+    """The size of every frame of a video: as an image, then within `budget` pixels over all frames, then `least`
+    each."""
     h, w = round(height / factor) * factor, round(width / factor) * factor
     if h * w > most:
         h, w = _shrunk(height, width, math.sqrt(height * width / most), factor)

@@ -1,7 +1,7 @@
 """MOSS-VL's decoder half: token ids and attached entries to logits. Holds no vision transformer.
 
-Self layers are Qwen3's. At the cross layers' places a token looks at the vision tokens it may see, through gates; a token
-that sees none passes a cross layer unchanged. The query is rotated in every step, prefill and decode alike.
+Self layers are Qwen3's. At the cross layers' places a token looks at the vision tokens it may see, through gates; a
+token that sees none passes a cross layer unchanged. The query is rotated in every step, prefill and decode alike.
 
 Shape suffixes: N rows of a step, E width, H heads, D head dimension, S vision tokens of one unit.
 """
@@ -75,7 +75,8 @@ class SelfLayer(_Layer):
 
 
 class CrossLayer(_Layer):
-    """Gated cross-attention and MLP, in the place of a self layer. Both branches are shut for a row that sees nothing."""
+    """Gated cross-attention and MLP, in the place of a self layer. Both branches are shut for a row that sees
+    nothing."""
 
     def __init__(self, t: TextConfig, *, layer: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(t, device=device, dtype=dtype)
@@ -83,9 +84,7 @@ class CrossLayer(_Layer):
         self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
-    def forward(
-        self, h_ne: Tensor, sees_n1: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention
-    ) -> Tensor:
+    def forward(self, h_ne: Tensor, sees_n1: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
         crossed = self.cross_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
         h_ne = h_ne + self.cross_attn_attn_gate.tanh() * sees_n1 * crossed
         fed: Tensor = self.mlp(self.post_attention_layernorm(h_ne))

@@ -1,8 +1,8 @@
 """MOSS-VL's encoder half: frames to the keys and values of every cross layer.
 
-It holds the vision transformer, the joint merger, the separator and the key and value projections of the cross layers; no
-language model. A frame's result depends on its pixels, its grid and the weights alone. Keys are normed and not rotated: the
-rotation depends on the text before the frame, which is the decoder's.
+It holds the vision transformer, the joint merger, the separator and the key and value projections of the cross
+layers; no language model. A frame's result depends on its pixels, its grid and the weights alone. Keys are normed and
+not rotated: the rotation depends on the text before the frame, which is the decoder's.
 
 Shape suffixes: P patches, C vision channels, M merged tokens, S vision tokens (merged and separators), E text width,
 K kv heads, D head dimension.
@@ -102,9 +102,7 @@ class MossVLEncoder(nn.Module):
         grids = [(f.shape[1] // v.patch_size, f.shape[2] // v.patch_size) for f in frames]
         return self.encode_patches(torch.cat(patches), grids, attention)
 
-    def encode_patches(
-        self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention
-    ) -> list[Tensor]:
+    def encode_patches(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> list[Tensor]:
         """Normalised patches (P, values) of `grids`, one frame after another, to an entry per frame."""
         states_se = self.states(patches_pv, grids, attention)
         entries = torch.stack([layer(states_se) for layer in self.cross])

@@ -1,7 +1,7 @@
 """Every tensor of a MOSS-VL checkpoint, the half that owns it and the parameter it fills. No torch code runs here.
 
-895 tensors at the released size. The encoder half owns the vision transformer, the merger, the separator and, of each cross
-layer, the three tensors that make keys and values of vision states; the decoder half owns all others.
+895 tensors at the released size. The encoder half owns the vision transformer, the merger, the separator and, of each
+cross layer, the three tensors that make keys and values of vision states; the decoder half owns all others.
 """
 
 from __future__ import annotations

@@ -213,8 +213,9 @@ class _Case:
         if listed is not None:
             self.report.equal(f"greedy_ids.{self.name}.{RULE}", chosen, listed)
         self._check(self.report.close, f"greedy.{RULE}.logits", torch.stack(rows))
-        whole = self._stream([*self._ids, *chosen[:-1]], media, entries).compute("all")
-        self._check(self.report.close, f"greedy.{RULE}.logits", whole[-steps:])
+        whole = self._stream(self._ids, media, entries)
+        whole.append(chosen[:-1])
+        self._check(self.report.close, f"greedy.{RULE}.logits", whole.compute("all")[-steps:])
 
 
 @dataclass
@@ -234,22 +235,22 @@ class _Growing:
         if not steps:
             return
         arrivals = {s: self._arrival(s) for s in range(steps) if f"{self.name}.step{s}.segment_ids" in inputs}
-        every = [medium for _, media, _ in arrivals.values() for medium in media]
-        entries = [entry for _, _, own in arrivals.values() for entry in own]
         init: list[int] = inputs[f"{self.name}.init_ids"].reshape(-1).tolist()
         total = len(init) + steps + sum(len(ids) for ids, _, _ in arrivals.values())
-        vision_tokens = sum(entry.shape[3] for entry in entries)
-
+        vision_tokens = sum(entry.shape[3] for _, _, entries in arrivals.values() for entry in entries)
         stream = self.halves.stream(rows=total, vision_tokens=vision_tokens)
-        stream.append(init)
+        offline = self.halves.stream(rows=total, vision_tokens=vision_tokens)
+        for either in (stream, offline):
+            either.append(init)
         chosen, logits, decided_at = [], [], []
         for step in range(steps):
             logits.append(stream.compute("last")[0])
             decided_at.append(len(stream.timeline) - 1)
             chosen.append(draw(logits[-1], Drawing(), index=step))
-            stream.append([chosen[-1]])
-            if step in arrivals:
-                stream.append(*arrivals[step])
+            for either in (stream, offline):
+                either.append([chosen[-1]])
+                if step in arrivals:
+                    either.append(*arrivals[step])
         timeline = stream.timeline
         got: dict[str, Tensor] = {
             "ids": torch.tensor(chosen),
@@ -266,8 +267,6 @@ class _Growing:
         if f"{prefix}.logits" not in expected:
             return
         self.report.close(f"{prefix}.logits", torch.stack(logits), expected[f"{prefix}.logits"])
-        offline = self.halves.stream(rows=total, vision_tokens=vision_tokens)
-        offline.append(timeline.ids(), every, entries)
         self.report.close(f"{prefix}.logits", offline.compute("all")[decided_at], expected[f"{prefix}.logits"])
 
     def _arrival(self, step: int) -> tuple[list[int], list[Medium], list[Contract]]:

@@ -107,7 +107,7 @@ class Halves:
         layers, both, heads, tokens, dim = entry.shape
         shape = (layers, both, heads, tokens, dim)
         contract = Contract(key, self._identity, Form.CROSS_KV, self.dtype, grid, shape)
-        asyncio.run(self._store.put(seal(contract, entry, _SECRET), key, lease=3600.0))
+        asyncio.run(self._store.put(seal(contract, entry, _SECRET), key))
         return contract
 
     def fetch(self, contract: Contract) -> Tensor:
@@ -145,6 +145,9 @@ class Stream:
     def append(self, ids: Sequence[int], media: Sequence[Medium] = (), entries: Sequence[Contract] = ()) -> None:
         """Lays ids with the media whose placeholders are among them, and attaches their entries from the store."""
         laid = len(self.timeline.units)
+        if not media:  # a placeholder's id that was sampled stands for nothing
+            self.sequence.extend([list(ids)])
+            return
         pieces, sized = lay(ids, media, self.halves.config.image_token_id, self._media)
         self._media += len(media)
         for slot, units in sized.items():
