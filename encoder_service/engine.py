@@ -6,6 +6,7 @@ It knows frames, keys and the store. It knows no request, no file and no wire.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,9 +18,13 @@ from torch import Tensor
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, EntryKey, Form, Identity, Sealed, seal, tag_secret, unit_key
 from chiasm.cache.store import EntryStore, Lease
+from chiasm.errors import Overloaded
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.family import EncoderHalf, MediumPlan, Processor
+
+_RETRY = 0.01
+"""Seconds between two tries to put into a store that is full of pinned entries."""
 
 
 class Announced(NamedTuple):
@@ -187,14 +192,29 @@ class EncoderEngine:
                 try:
                     if isinstance(entry, Exception):
                         raise entry
-                    # Nobody is told of a unit whose callers have left, so nobody would take a pin back.
-                    await self.store.put(entry, flight.key, lease=flight.lease if flight.waiting else None)
+                    await self._put(entry, flight)
                 except Exception as error:
                     self._fail([flight], error)
                 else:
                     self.counts.encoded_units += 1
                     del self._flying[flight.key]
                     flight.done.set_result(self._contract(flight.key, flight.plan))
+
+    async def _put(self, sealed: Sealed, flight: _Flight) -> None:
+        """Puts an entry. A store full of pinned entries is waited for: whoever pinned them has room to attach them.
+
+        Raises Overloaded if it stays full for as long as a lease lasts, or could never hold the entry.
+        """
+        until = time.monotonic() + flight.lease.seconds
+        while True:
+            # Nobody is told of a unit whose callers have left, so nobody would take a pin back.
+            lease = flight.lease if flight.waiting else None
+            try:
+                return await self.store.put(sealed, flight.key, lease=lease)
+            except Overloaded as error:
+                if not error.retryable or lease is None or time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(_RETRY)
 
     def _take(self) -> list[_Flight]:
         """As many units from the front of the queue as fit one pass, one at least."""

@@ -35,6 +35,7 @@ class Inbox:
         self._siblings: asyncio.Future[epb.EncodeSiblings] = loop.create_future()
         self._go: asyncio.Future[epb.EncodeGo] = loop.create_future()
         self._task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
 
     async def start(self) -> epb.EncodeOpen:
         """The opening message; from here on the rest is read. Raises InvalidRequest if there is none."""
@@ -64,6 +65,10 @@ class Inbox:
             await self._credited.wait_for(lambda: self._credit > 0)
             self._credit -= count
 
+    async def ended(self) -> None:
+        """Waits until the caller has ended its side: it needs nothing more, and every entry announced is attached."""
+        await self._ended.wait()
+
     async def close(self) -> None:
         for future in (self._media, self._siblings, self._go):
             future.cancel()
@@ -76,6 +81,7 @@ class Inbox:
             async for request in self._requests:
                 await self._sort(request)
             error = _protocol("the caller ended before the encoding could")
+            self._ended.set()
         except Exception as raised:
             error = raised  # type: ignore[assignment]
         for future in (self._media, self._siblings, self._go):

@@ -16,7 +16,7 @@ from typing import Any
 from chiasm import __version__
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Unsupported
-from chiasm.media.sample import pick
+from chiasm.media.sample import SamplingOptions, pick
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Limits, MediaSource, Probed
 from chiasm.models.family import MediumFacts, MediumPlan
@@ -29,6 +29,7 @@ from encoder_service import convert
 from encoder_service.announcing import Announcing
 from encoder_service.engine import EncoderEngine
 from encoder_service.inbox import Inbox
+from encoder_service.quarantine import POISON, Quarantine
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         self.engine = engine
         self.sandbox = sandbox
         self.settings = settings
+        self.quarantine = Quarantine()
         self.limits = limits
         self._replica = pb.Replica(
             replica_id=secrets.token_bytes(16), node_id="local", version=__version__, device=settings.device
@@ -116,7 +118,22 @@ class _Encoding:
         options = convert.sampling_options(
             opened.sampling, every_frame=source.frames is not None and source.kind == "video"
         )
-        probed = await s.sandbox.probe(source, item=opened.item)
+        s.quarantine.check(opened.tenant_root, source)
+        try:
+            async with aclosing(self._open_medium(source, options)) as responses:
+                async for response in responses:
+                    yield response
+        except InvalidRequest as error:
+            if error.reason == POISON:
+                s.quarantine.remember(opened.tenant_root, source)
+            raise
+
+    async def _open_medium(
+        self, source: MediaSource, options: SamplingOptions
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        """From bytes to the end. Everything that may kill a media process happens in here."""
+        opened = self._open
+        probed = await self._s.sandbox.probe(source, item=opened.item)
         MediumFacts.of(probed, options)  # refuses options that this medium cannot satisfy
         found = convert.probe(probed, options, opened.media.kind)
         yield epb.EncodeResponse(probed=epb.EncodeProbed(probe=found, bytes_wanted=True))
@@ -176,10 +193,11 @@ class _Encoding:
             usage = self._usage(plan, came, probed, frame, announcing.cached)
             encoding = clock() - began - decoding
             times = pb.StageTimes(decode_media=to_duration(decoding), encode=to_duration(encoding))
+            yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))
+            await self._inbox.ended()
         except BaseException:
             await announcing.abandon()
             raise
-        yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))
 
     def _sized(self, plan: MediumPlan, indices: Sequence[int], probed: Probed, *, final: bool) -> epb.EncodeResponse:
         self._revision += 1

@@ -57,7 +57,7 @@ class _Medium:
         self.item = item
         self.requests: _Outbox[epb.EncodeRequest] = _Outbox()
         self.probe: pb.Probe | None = None
-        self.sized = False
+        self.ended = False
         self.bytes_of: dict[int, int] = {}  # per unit, of the entry that is pinned
         self.usage: pb.MediaUsage | None = None
         self.times = pb.StageTimes()
@@ -164,7 +164,16 @@ class Coordinator:
 
     def _credit(self, medium: _Medium, unit: int) -> None:
         count = medium.bytes_of.pop(unit, 0)
-        medium.requests.put(epb.EncodeRequest(credit=epb.EncodeCredit(bytes=count)))
+        if medium.ended:
+            self._settle(medium)
+        else:
+            medium.requests.put(epb.EncodeRequest(credit=epb.EncodeCredit(bytes=count)))
+
+    def _settle(self, medium: _Medium) -> None:
+        """Ends the call of a medium that is done, once everything it announced is attached. Until then leaving the call
+        makes the encoder take its pins back."""
+        if not medium.bytes_of:
+            medium.requests.end()
 
     # -- the encoders' calls ---------------------------------------------------------------------------------------
 
@@ -173,9 +182,8 @@ class Coordinator:
         async with _closing(self._pair.encoder.encode(aiter(medium.requests))) as responses:
             async for response in responses:
                 self._on_encoder(medium, response)
-                if response.HasField("end"):
-                    return
-        raise ServerError("STREAM_BROKEN", "the encoder ended its stream before the medium was done", item=medium.item)
+        if not medium.ended:
+            raise ServerError("STREAM_BROKEN", "the encoder ended its stream before the medium was done", item=medium.item)
 
     def _send_medium(self, slot: int, requests: _Outbox[epb.EncodeRequest]) -> None:
         source = self._request.media[slot]
@@ -217,6 +225,8 @@ class Coordinator:
         elif which == "end":
             medium.usage = response.end.usage
             medium.times = response.end.times
+            medium.ended = True
+            self._settle(medium)
         elif which == "failed":
             _raise(response.failed.status)
 
@@ -244,7 +254,7 @@ class Coordinator:
                 elif which == "failed":
                     _raise(response.failed.status)
                 elif which == "end":
-                    return
+                    requests.end()
 
 
 def _closing(responses: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:

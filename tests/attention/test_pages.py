@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Run
 from chiasm.errors import Overloaded
-from tests.attention import judge
 
 steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no fault of what is tested."""
@@ -110,7 +109,3 @@ def test_no_slot_is_held_twice_and_all_come_back(lengths: list[int]) -> None:
     for runs in held:
         slots.give_back(runs)
     assert slots.take(20) == [Run(0, 20)]
-
-
-def test_a_text_token_costs_self_layers_and_a_visual_token_cross_layers() -> None:
-    pools = judge.pools(layers=3, kv_heads=2, head_dim=8)

@@ -57,7 +57,10 @@ class LiveTimeline:
         grid = (rgb.shape[0] // 16, rgb.shape[1] // 16)
         tokens = engine.processor.unit_layout(grid).vision_tokens
         plan = MediumPlan("image", 1, rgb.shape[0], rgb.shape[1], grid, tokens, upscaled=False)
-        announced = await engine.announce(rgb, plan, root=ROOT, lease=Lease.of(30))
+        lease = Lease.of(30)
+        announced = await engine.announce(rgb, plan, root=ROOT, lease=lease)
+        entry = wire.announce(announced.contract)
+        entry.lease.lease_id = lease.id
         unit = pb.Unit(
             index=0,
             grid=pb.Grid(t=1, h=grid[0], w=grid[1]),
@@ -68,7 +71,7 @@ class LiveTimeline:
         for request in (
             dpb.DecodeRequest(append=dpb.DecodeAppend(event=slot + 1, slot=slot, slots=slots)),
             dpb.DecodeRequest(sized=dpb.DecodeSized(slot=slot, revision=1, final=True, units=[unit])),
-            dpb.DecodeRequest(ready=dpb.DecodeReady(slot=slot, unit=0, entry=wire.announce(announced.contract))),
+            dpb.DecodeRequest(ready=dpb.DecodeReady(slot=slot, unit=0, entry=entry)),
         ):
             self._requests.put_nowait(request)
         return await self.until_silent(after_event=slot + 1)

@@ -78,8 +78,4 @@ async def test_an_entry_that_is_doubtful_twice_fails_the_request_and_frees_every
             await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
         assert caught.value.reason == "ENTRY_MISSING"
         assert caught.value.item == "messages[0].content[1]"
-        await service.store.flush()
-        engine = service.decoder.engine
-        assert (engine.pages.free, engine.extents.free) == (engine.pages.total, engine.extents.total)
-        for key in list(service.store._kept):
-            await service.store.discard(key)
+        await settled(service)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image as Pillow
 
 from chiasm.errors import DeadlineExceeded, InvalidRequest, NotFound, PermissionDenied, Unsupported
-from chiasm.local import LocalService
+from chiasm.local import LocalService, LocalSettings
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from tests import digits
@@ -343,3 +343,71 @@ async def test_prompt_visibility_counts_units_per_token() -> None:
     rows = [frame.at_index for frame in answer.started.frames]
     assert counts == [sum(row <= i for row in rows) for i in range(len(counts))]
     assert [(v.count, v.visible_until_offset.seconds) for v in answer.visible] == [(3, 2)]
+
+
+async def test_b39_the_smallest_picture_has_visual_tokens() -> None:
+    """The smallest picture there is becomes four merged tokens and a separator; nothing is laid without tokens."""
+    async with running() as service:
+        answer = await ask(service, question(image(picture(1, 2)), "Read the digits.", max_tokens=1))
+    (used,) = answer.media
+    assert used.tokens == 1 + (used.resized_size.height // 32) * (used.resized_size.width // 32) >= 2
+
+
+async def test_b44_too_many_media_are_refused_with_both_numbers() -> None:
+    small = picture(8, 8)
+    async with running() as service:
+        error = await refused(service, question(*[image(small)] * 257, "Read the digits."))
+    assert error.reason == "TOO_MANY_ITEMS" and error.facts == {"got": 257, "limit": 256}
+
+
+async def test_b45_many_pictures_and_a_store_smaller_than_two_requests_are_all_served() -> None:
+    """Each request needs eight entries; the store holds twelve, the pool three requests."""
+    rng = np.random.default_rng(45)
+    pool = digits.held_out_digits()
+    requests, expected = [], []
+    for _ in range(10):
+        chosen = [pool[i] for i in rng.choice(len(pool), size=8, replace=False)]
+        requests.append(question(*[image(digits.image(digits.frame(cells, rng))) for cells, _ in chosen], "Read:"))
+        expected.append(8)
+    settings = LocalSettings(store_bytes=12 * 8_200, visual_tokens=120)
+    async with running(settings=settings) as service:
+        answers = await asyncio.gather(*(ask(service, request) for request in requests))
+        assert service.store.stats().evictions > 0
+    assert [len(answer.media) for answer in answers] == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+async def test_b71_and_b72_fewer_frames_than_asked_for_are_all_used(count: int) -> None:
+    rng = np.random.default_rng(71)
+    cells, _ = digits.held_out_digits()[0]
+    clip = digits.clip([digits.frame(cells, rng)] * count)
+    async with running() as service:
+        answer = await ask(service, question(video(clip, fps=30.0, max_frames=200), "Read the digits.", max_tokens=1))
+    (used,) = answer.media
+    assert (used.frames_in_file, used.frames_decoded, used.frames_used) == (count, count, count)
+    assert [offset.seconds for offset in used.frame_offsets] == list(range(count))
+
+
+async def test_b91_fps_and_max_frames_compose_and_keep_both_ends() -> None:
+    frames = [np.full((64, 64, 3), 4 * i, dtype=np.uint8) for i in range(61)]
+    async with running() as service:
+        request = question(video(digits.clip(frames), fps=1.0, max_frames=16), "Read the digits.", max_tokens=1)
+        (used,) = (await ask(service, request)).media
+    offsets = [offset.seconds for offset in used.frame_offsets]
+    assert len(offsets) == 16 and (offsets[0], offsets[-1]) == (0, 60)
+
+
+async def test_b93_and_b95_sampling_out_of_range_is_refused_with_the_item() -> None:
+    clip = digits.shipped_clips()[0].path.read_bytes()
+    async with running() as service:
+        for sampling, reason in (
+            ({"max_frames": 257}, "FIELD_OUT_OF_RANGE"),
+            ({"fps": -1.0}, "FIELD_OUT_OF_RANGE"),
+            ({"min_frames": 9, "max_frames": 3}, "SAMPLING_CONFLICT"),
+        ):
+            error = await refused(service, question("Look:", video(clip, **sampling)))
+            assert (error.reason, error.item) == (reason, "messages[0].content[1]")
+        medium = video(clip)
+        medium.sampling.start_offset.seconds = 100
+        error = await refused(service, question(medium, "Look:"))
+        assert (error.reason, error.item) == ("NO_FRAMES", "messages[0].content[0]")

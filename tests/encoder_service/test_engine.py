@@ -180,13 +180,22 @@ async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model:
         assert e.store.stats().puts == 0 and e.in_flight == 0
 
 
-async def test_a_store_that_is_full_of_pinned_entries_refuses_and_loses_nothing(model: Model) -> None:
+async def test_a_store_that_is_full_of_pinned_entries_is_waited_for_and_then_refused(model: Model) -> None:
     async with engine(model, budget=12_000) as e:
         lease = Lease.of(60)
         one = await e.announce(frame(7), plan(model), root=ROOT, lease=lease)
         with pytest.raises(Overloaded) as caught:
-            await e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(60))
+            await e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(0.05))
         assert caught.value.reason == "CACHE_FULL" and caught.value.retryable
-        assert await e.store.get(one.contract.key) is not None
+        assert await e.store.get(one.contract.key) is not None, "what was pinned is still there"
+        waiting = asyncio.create_task(e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(60)))
+        await until(lambda: e.store.stats().refusals > 3)
         await e.store.release(one.contract.key, lease.id)
-        await e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(60))
+        assert not (await waiting).cached
+
+
+async def test_an_entry_larger_than_the_store_is_refused_at_once(model: Model) -> None:
+    async with engine(model, budget=1_000) as e:
+        with pytest.raises(Overloaded) as caught:
+            await e.announce(frame(9), plan(model), root=ROOT, lease=Lease.of(60))
+        assert caught.value.reason == "CACHE_FULL" and not caught.value.retryable

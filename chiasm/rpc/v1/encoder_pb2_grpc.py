@@ -54,7 +54,8 @@ class EncoderServicer:
     def Encode(self, request_iterator, context):
         """Encodes one medium. The caller opens, sends the bytes, tells the siblings once all of them are probed, and says go
         once the decoder has admitted what was sized. The worker answers probed, sized, ready for each unit, and ends.
-        A caller that leaves ends the work. A medium at fault comes as `failed`, so that the caller learns which;
+        After `end` the caller ends its side once every entry announced is attached; a caller that leaves before that ends
+        the work, and the pins of what it was told are taken back. A medium at fault comes as `failed`, so that the caller learns which;
         the call itself fails only when the worker does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,7 +36,8 @@ class EncoderStub:
     Encode: _grpc.StreamStreamMultiCallable[_encoder_pb2.EncodeRequest, _encoder_pb2.EncodeResponse]
     """Encodes one medium. The caller opens, sends the bytes, tells the siblings once all of them are probed, and says go
     once the decoder has admitted what was sized. The worker answers probed, sized, ready for each unit, and ends.
-    A caller that leaves ends the work. A medium at fault comes as `failed`, so that the caller learns which;
+    After `end` the caller ends its side once every entry announced is attached; a caller that leaves before that ends
+    the work, and the pins of what it was told are taken back. A medium at fault comes as `failed`, so that the caller learns which;
     the call itself fails only when the worker does.
     """
     Info: _grpc.UnaryUnaryMultiCallable[_encoder_pb2.EncoderInfoRequest, _encoder_pb2.EncoderInfoResponse]
@@ -50,7 +51,8 @@ class EncoderAsyncStub(EncoderStub):
     Encode: _aio.StreamStreamMultiCallable[_encoder_pb2.EncodeRequest, _encoder_pb2.EncodeResponse]  # type: ignore[assignment]
     """Encodes one medium. The caller opens, sends the bytes, tells the siblings once all of them are probed, and says go
     once the decoder has admitted what was sized. The worker answers probed, sized, ready for each unit, and ends.
-    A caller that leaves ends the work. A medium at fault comes as `failed`, so that the caller learns which;
+    After `end` the caller ends its side once every entry announced is attached; a caller that leaves before that ends
+    the work, and the pins of what it was told are taken back. A medium at fault comes as `failed`, so that the caller learns which;
     the call itself fails only when the worker does.
     """
     Info: _aio.UnaryUnaryMultiCallable[_encoder_pb2.EncoderInfoRequest, _encoder_pb2.EncoderInfoResponse]  # type: ignore[assignment]
@@ -66,7 +68,8 @@ class EncoderServicer:
     ) -> _typing.Union[_abc.Iterator[_encoder_pb2.EncodeResponse], _abc.AsyncIterator[_encoder_pb2.EncodeResponse]]:
         """Encodes one medium. The caller opens, sends the bytes, tells the siblings once all of them are probed, and says go
         once the decoder has admitted what was sized. The worker answers probed, sized, ready for each unit, and ends.
-        A caller that leaves ends the work. A medium at fault comes as `failed`, so that the caller learns which;
+        After `end` the caller ends its side once every entry announced is attached; a caller that leaves before that ends
+        the work, and the pins of what it was told are taken back. A medium at fault comes as `failed`, so that the caller learns which;
         the call itself fails only when the worker does.
         """
 
