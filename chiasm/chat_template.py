@@ -7,6 +7,7 @@ in one string with the template's ordinary text around it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import TypeAlias
 
 import jinja2.sandbox
 
-from chiasm.errors import CheckpointError
+from chiasm.errors import CheckpointError, InvalidRequest
 from chiasm.tokenizer import Tokenizer
 
 
@@ -47,7 +48,7 @@ CHATML = (
 class ChatTemplate:
     """A compiled template over one tokenizer.
 
-    Raises CheckpointError if the template cannot be compiled or loses what is put into it.
+    Raises CheckpointError if the template cannot be compiled, fails, or loses what is put into it.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, *, where: str = "chat_template") -> None:
@@ -56,25 +57,35 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         try:
             self._template = environment.from_string(CHATML if source is None else source)
-            self.render([Turn("user", ("probe",))])
-        except jinja2.TemplateError as error:
-            raise CheckpointError(where, [f"the chat template does not render ({error})"]) from None
+            self._write([Turn("user", ("probe",))])
+        except Exception as error:  # a template is code: it raises whatever it likes
+            raise CheckpointError(where, [f"the chat template does not render ({type(error).__name__})"]) from None
 
     def render(self, turns: Sequence[Turn]) -> list[Piece]:
-        """Token ids and slots of the conversation, followed by the opening of the assistant's answer."""
+        """Token ids and slots of the conversation, followed by the opening of the assistant's answer.
+
+        Raises InvalidRequest MESSAGE_ORDER if the template fails over these turns, or drops, repeats or moves any.
+        """
+        try:
+            written = self._write(turns)
+        except Exception:  # whatever the template raises; its text is the checkpoint's, not for the caller
+            raise InvalidRequest("MESSAGE_ORDER", "the model's template refuses this conversation") from None
+        return self._encode(written, [part for turn in turns for part in turn.parts])
+
+    def _write(self, turns: Sequence[Turn]) -> list[str]:
+        """What the template writes before, between and after the parts of the turns. Raises what the template raises,
+        and ValueError if not every part came out once, in order."""
         nonce = secrets.token_hex(16)
-        parts = [part for turn in turns for part in turn.parts]
-        marks = iter(range(len(parts)))
+        marks = itertools.count()
         messages = [
             {"role": turn.role, "content": "".join(f"\x02{nonce}:{next(marks)}\x03" for _ in turn.parts)}
             for turn in turns
         ]
         text = self._template.render(messages=messages, add_generation_prompt=True)
         pieces = re.split(f"\x02{nonce}:(\\d+)\x03", text)
-        found = [int(mark) for mark in pieces[1::2]]
-        if found != list(range(len(parts))):
-            raise jinja2.TemplateError(f"{len(parts)} parts of a message went in, {found} came out")
-        return self._encode(pieces[::2], parts)
+        if pieces[1::2] != [str(mark) for mark in range(next(marks))]:
+            raise ValueError("parts of the messages were dropped, repeated or moved")
+        return pieces[::2]
 
     def _encode(self, written: Sequence[str], parts: Sequence[str | Slot]) -> list[Piece]:
         """Runs of ordinary text, the template's and the user's together, between control tokens and slots."""

@@ -121,7 +121,7 @@ class Timeline:
 
         Raises ValueError if more would be hidden than are laid.
         """
-        if not 0 <= self._dropped_now + count <= len(self._units):
+        if not 0 <= count <= len(self._units) - self._dropped_now:
             raise ValueError(f"cannot drop {count} units: {len(self._units)} laid, {self._dropped_now} dropped")
         self._dropped_now += count
 

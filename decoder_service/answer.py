@@ -37,7 +37,7 @@ class Answer:
         self._detokenizer = Detokenizer()
         self._out: list[dpb.DecodeResponse] = []
         self._prompt_rows = 0
-        self._limit = 0
+        self._limit = 0  # tokens of the answer at most
         self._drawn = 0
         self._seen: tuple[int, int] | None = None  # (first, count) of units, as the caller was last told
         self._closed = False
@@ -77,20 +77,19 @@ class Answer:
         self._limit = asked or max(1, min(limit - used, self._model.text_capacity - len(timeline)))
         return self._limit
 
+    @property
+    def room(self) -> int:
+        """Tokens that may still be drawn."""
+        return self._limit - self._drawn
+
     def admitted(self, *, queued: float) -> None:
         """There is room; it was waited for `queued` seconds."""
         self._queued = queued
         self._begun = time.monotonic()
 
-    def heard(self, timeline: Timeline) -> None:
-        """Something was appended: silence is over. Raises InvalidRequest once the context is full."""
+    def heard(self) -> None:
+        """Something was appended: silence is over."""
         self._silent = False
-        if max(timeline.counter, len(timeline)) >= self._model.context_limit:
-            raise InvalidRequest(
-                "CONTEXT_LENGTH_EXCEEDED",
-                f"the timeline has reached {timeline.counter} positions, the context has {self._model.context_limit}",
-                facts={"needed": timeline.counter, "limit": self._model.context_limit},
-            )
 
     def close(self) -> None:
         self._closed = True
@@ -129,6 +128,7 @@ class Answer:
 
     def _begin(self) -> None:
         timeline = self._sequence.timeline
+        self._prompt_rows = len(timeline)  # a medium that ended early has left fewer than were admitted
         frames = [self._frame(unit) for unit in timeline.units]
         visible = timeline.visible().tolist() if self._open.prompt_visibility else []
         self._tell(

@@ -65,6 +65,8 @@ def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Opt
         for token in getattr(sampling, name):
             if token >= vocabulary:
                 raise _out_of_range(name, token, f"0 to {vocabulary - 1}")
+    if len(set(sampling.banned_token_ids)) >= vocabulary:
+        raise _out_of_range("banned_token_ids", len(sampling.banned_token_ids), f"fewer than {vocabulary} ids")
     return Options(
         drawing=Drawing(temperature=sampling.temperature, seed=seed),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
@@ -75,7 +77,25 @@ def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Opt
 
 
 def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Piece]:
-    """Runs of token ids, and slots, in order. Raises InvalidRequest for a prompt that is none."""
+    """Runs of token ids, and slots, in order. Raises InvalidRequest for a prompt that is none, or an empty one."""
+    pieces = _read_pieces(prompt, family, vocabulary)
+    if not any(isinstance(piece, Slot) or piece for piece in pieces):
+        raise InvalidRequest("EMPTY_PROMPT", "there is neither text nor a medium")
+    return pieces
+
+
+def check_length(pieces: Iterable[Piece], limit: int) -> None:
+    """Raises InvalidRequest for a prompt whose text alone fills the context, before any of it is laid."""
+    needed = sum(len(piece) for piece in pieces if not isinstance(piece, Slot))
+    if needed >= limit:
+        raise InvalidRequest(
+            "CONTEXT_LENGTH_EXCEEDED",
+            f"the text has {needed} tokens, the context {limit}",
+            facts={"needed": needed, "limit": limit, "text": needed},
+        )
+
+
+def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Piece]:
     which = prompt.WhichOneof("form")
     if which == "conversation":
         if prompt.conversation.continue_last:
@@ -130,7 +150,9 @@ def _plain_piece(part: pb.Part, family: Prompt, vocabulary: int, item: str) -> P
 
 
 def sized_slot(sized: dpb.DecodeSized, kind: pb.MediaKind.ValueType, family: Prompt) -> SizedSlot:
-    """The units of a slot with the text around them."""
+    """The units of a slot with the text around them. Raises InvalidRequest for a slot without any, or with too many."""
+    if not sized.units:
+        raise InvalidRequest("NO_FRAMES", "a medium has no units")
     offsets = [to_seconds(unit.frames[0].frame_offset) if unit.frames else 0.0 for unit in sized.units]
     if kind == pb.MEDIA_KIND_FRAME:
         before, after = family.frame(offsets[0])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from torch import Tensor
 
 from chiasm.cache import wire
 from chiasm.cache.entry import Contract, EntryKey, Form, open_entry, tag_secret
-from chiasm.chat_template import Slot
+from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest, ServerError
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -22,6 +24,7 @@ from decoder_service import convert
 from decoder_service.answer import Answer
 from decoder_service.engine import Work
 from decoder_service.model import DecoderModel
+from decoder_service.sequence import Drop
 
 CHUNK = 512
 """Rows of one step of a prefill."""
@@ -43,12 +46,17 @@ class Decoding:
         self._pins: dict[UnitName, tuple[EntryKey, bytes]] = {}  # entries and leases that are not given back yet
         self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
         self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
+        self._event = 0  # the last one that came
         self._closed = False
+        self._ended = False  # the caller's side
         self._admitted = False
 
     async def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
-        pieces = convert.read_prompt(self._open.prompt, self._model.prompt, self._model.vocabulary)
+        model = self._model
+        # In a thread: tokenising megabytes takes seconds, and everybody else's stream would stand still.
+        pieces = await asyncio.to_thread(convert.read_prompt, self._open.prompt, model.prompt, model.vocabulary)
         convert.check_slots(pieces, self._open.slots)
+        convert.check_length(pieces, model.context_limit)
         self._sequence.extend(pieces)
         inbox: deque[dpb.DecodeRequest | Exception | None] = deque()
         arrived = asyncio.Event()
@@ -57,7 +65,7 @@ class Decoding:
             while True:
                 arrived.clear()
                 while inbox:
-                    for response in self._take(inbox.popleft()):
+                    for response in await self._take(inbox.popleft()):
                         yield response
                 for response in self._answer.responses():
                     yield response
@@ -68,51 +76,81 @@ class Decoding:
                 for response in await self._attach():
                     yield response
                 if not (self._admitted and await self._compute()):
+                    if self._ended and not inbox:
+                        raise InvalidRequest("UPLOAD_PROTOCOL", "the caller ended before every unit was handed over")
                     await arrived.wait()  # nothing to do until something comes
         finally:
             reader.cancel()
             try:
-                await self._model.release(self._sequence)
+                await model.release(self._sequence)
             finally:
                 unread = [message.ready.entry for message in inbox if isinstance(message, dpb.DecodeRequest)]
                 for key, lease_id in [*self._pins.values(), *((entry.key, entry.lease.lease_id) for entry in unread)]:
-                    await self._model.store.release(key, lease_id)
+                    await model.store.release(key, lease_id)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
 
-    def _take(self, message: dpb.DecodeRequest | Exception | None) -> list[dpb.DecodeResponse]:
+    async def _take(self, message: dpb.DecodeRequest | Exception | None) -> list[dpb.DecodeResponse]:
         if isinstance(message, Exception):
             raise message
         if message is None:
-            if self._closed:
-                return []
-            raise InvalidRequest("UPLOAD_PROTOCOL", "the caller ended before the timeline was closed")
+            if not self._closed:
+                raise _protocol("the caller ended before the timeline was closed")
+            self._ended = True
+            return []
         which = message.WhichOneof("message")
         if which == "sized":
-            return list(self._size(message.sized))
-        if which == "ready":
+            await self._size(message.sized)
+        elif which == "ready":
             self._announce(message.ready)
-            return []
-        if which == "append" and self._live and not self._closed:
-            return list(self._append(message.append))
-        if which == "drop" and self._live and not self._closed:
-            return [self._drop(message.drop)]
-        if which == "close" and not self._closed:
+        elif which == "append" and self._live and not self._closed:
+            await self._append(message.append)
+        elif which == "drop" and self._live and not self._closed:
+            self._lay_event(message.drop.event, Drop(message.drop.first_visible))
+        elif which == "close" and not self._closed:
             self._closed = True
             self._answer.close()
-            return []
-        raise InvalidRequest("UPLOAD_PROTOCOL", f"{which or 'an empty message'} is not expected here")
+        else:
+            raise _protocol(f"{which or 'an empty message'} is not expected here")
+        return self._laid()
 
-    def _size(self, sized: dpb.DecodeSized) -> Iterator[dpb.DecodeResponse]:
+    async def _size(self, sized: dpb.DecodeSized) -> None:
+        """Lays a slot, or lays it anew, and takes back whatever no longer fits what is laid."""
         if sized.slot not in self._kinds:
             raise InvalidRequest("PLACEHOLDER_MISMATCH", f"slot {sized.slot} is not in the prompt")
         try:
             slot = convert.sized_slot(sized, self._kinds[sized.slot], self._model.prompt)
+            self._sequence.size(sized.slot, slot)
         except InvalidRequest as error:
             raise error.at(self._items[sized.slot]) from None
-        self._sequence.size(sized.slot, slot)
-        self._model.engine.detach_moved(self._sequence)  # attached anew from what was announced
-        yield from self._laid()
+        except ValueError as error:
+            raise _protocol(str(error)) from None
+        for name, contract in list(self._announced.items()):
+            if name.slot == sized.slot and (name.unit >= len(slot.grids) or slot.grids[name.unit] != contract.grid):
+                del self._announced[name]
+                await self._unpin(name)
+        # Attached anew from what was announced. In the device's thread, where extents are taken and given back.
+        await self._model.run(self._model.engine.detach_moved, self._sequence)
+        await self._check_room()
+
+    async def _check_room(self) -> None:
+        """Once admitted a timeline stays within what was reserved for it; only a live one may reserve more."""
+        timeline, model = self._sequence.timeline, self._model
+        if not self._admitted:
+            return
+        used = max(timeline.counter, len(timeline)) + (1 if self._live else self._answer.room)
+        if used > model.context_limit:
+            raise InvalidRequest(
+                "CONTEXT_LENGTH_EXCEEDED",
+                f"the timeline needs {used} positions, the context has {model.context_limit}",
+                facts={"needed": used, "limit": model.context_limit},
+            )
+        await model.keep_within(
+            self._sequence,
+            text=len(timeline) + (0 if self._live else self._answer.room),
+            visual=timeline.vision_tokens,
+            grow=self._live,
+        )
 
     def _announce(self, ready: dpb.DecodeReady) -> None:
         """Remembers what an entry is, after holding it against what was sized and what this model needs."""
@@ -143,40 +181,45 @@ class Decoding:
         self._announced[name] = contract
         self._pins[name] = (contract.key, ready.entry.lease.lease_id)
 
-    def _append(self, append: dpb.DecodeAppend) -> Iterator[dpb.DecodeResponse]:
-        for slot in append.slots:
-            self._kinds[slot.slot], self._items[slot.slot] = slot.kind, slot.item
+    async def _append(self, append: dpb.DecodeAppend) -> None:
         if append.HasField("at_index"):
-            raise InvalidRequest("FIELD_OUT_OF_RANGE", "at_index is for timelines that are resumed")
+            raise _protocol("at_index is for timelines that are resumed")
+        for slot in append.slots:
+            if slot.slot in self._kinds:
+                raise _protocol(f"slot {slot.slot} is named already")
+            self._kinds[slot.slot], self._items[slot.slot] = slot.kind, slot.item
         which = append.WhichOneof("content")
         if which == "turn":
             turn = convert.read_turn(append.turn, f"append[{append.event}]")
             text = "".join(part for part in turn.parts if isinstance(part, str))
             if turn.role != "user" or len(turn.parts) != 1 or not text:
                 raise InvalidRequest("MESSAGE_ORDER", "a live timeline takes user turns of text")
-            piece = self._sequence.extend([self._model.prompt.spliced(text)])
-        elif which == "slot" and append.slot in self._kinds:
-            piece = self._sequence.extend([Slot(append.slot)])
+            ids = await asyncio.to_thread(self._model.prompt.spliced, text)
+            convert.check_length([ids], self._model.context_limit)
+            self._lay_event(append.event, ids)
+        elif which == "slot" and [slot.slot for slot in append.slots] == [append.slot]:
+            self._lay_event(append.event, Slot(append.slot))
         else:
-            raise InvalidRequest("PLACEHOLDER_MISMATCH", "what is appended names no slot and no turn")
-        self._laying[append.event] = piece
-        self._answer.heard(self._sequence.timeline)
-        yield from self._laid()
+            raise InvalidRequest("PLACEHOLDER_MISMATCH", "what is appended names no turn and no slot of its own")
+        self._answer.heard()
+        await self._check_room()
 
-    def _drop(self, drop: dpb.DecodeDrop) -> dpb.DecodeResponse:
-        timeline = self._sequence.timeline
+    def _lay_event(self, event: int, piece: Piece | Drop) -> None:
+        if event <= self._event:
+            raise _protocol(f"event {event} came after event {self._event}")
+        self._event = event
         try:
-            timeline.drop_units(drop.first_visible - timeline.dropped)
+            self._laying[event] = self._sequence.extend([piece])
         except ValueError as error:
-            raise InvalidRequest("FIELD_OUT_OF_RANGE", f"first_visible: {error}") from None
-        return dpb.DecodeResponse(laid=pb.Laid(event=drop.event, at_index=len(timeline)))
+            raise _protocol(str(error)) from None
 
-    def _laid(self) -> Iterator[dpb.DecodeResponse]:
-        for event, piece in list(self._laying.items()):
-            row = self._sequence.row_of(piece)
-            if row is not None:
-                del self._laying[event]
-                yield dpb.DecodeResponse(laid=pb.Laid(event=event, at_index=row))
+    def _laid(self) -> list[dpb.DecodeResponse]:
+        """Answers to events that have a place by now which cannot move any more."""
+        places = {event: self._sequence.row_of(piece) for event, piece in self._laying.items()}
+        settled = {event: row for event, row in places.items() if row is not None}
+        for event in settled:
+            del self._laying[event]
+        return [dpb.DecodeResponse(laid=pb.Laid(event=event, at_index=row)) for event, row in settled.items()]
 
     # -- admission, attaching, computing ---------------------------------------------------------------------------
 
@@ -209,30 +252,37 @@ class Decoding:
         for name, contract in list(self._announced.items()):
             if self._sequence.attached(name) or self._sequence.timeline.find(name) is None:
                 continue
-            sealed = await self._model.store.get(contract.key)
-            payload = "absent"
-            opened = None if sealed is None else await asyncio.to_thread(open_entry, sealed, contract, self._secret)
-            if isinstance(opened, str):
-                payload = opened
-                await self._model.store.discard(contract.key)
             ref = pb.UnitRef(slot=name.slot, unit=name.unit)
-            if opened is None or isinstance(opened, str):
+            opened = await self._open_entry(contract)
+            if isinstance(opened, str):
                 del self._announced[name]
                 self._pins.pop(name, None)
                 self._asked[name] = self._asked.get(name, 0) + 1
                 if self._asked[name] > 1:
-                    raise ServerError("ENTRY_MISSING", f"an entry was {payload} twice", item=self._items.get(name.slot))
-                responses.append(dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=ref, cause=payload)))
+                    raise ServerError("ENTRY_MISSING", f"an entry was {opened} twice", item=self._items.get(name.slot))
+                responses.append(dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=ref, cause=opened)))
                 continue
-            if self._live:
-                await self._model.widen(self._sequence, visual=self._sequence.timeline.vision_tokens)
             await self._model.run(self._model.engine.attach, self._sequence, name, opened)
-            if name in self._pins:
-                await self._model.store.release(*self._pins.pop(name))
+            await self._unpin(name)
             attached.units.append(ref)
         if attached.units:
             responses.append(dpb.DecodeResponse(attached=attached))
         return responses
+
+    async def _open_entry(self, contract: Contract) -> Tensor | str:
+        """An entry's payload, verified; or why it is to be encoded again. A doubtful one is forgotten by the store."""
+        sealed = await self._model.store.get(contract.key)
+        if sealed is None:
+            return "absent"
+        opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
+        if isinstance(opened, str):
+            await self._model.store.discard(contract.key)
+            return "digest" if opened in ("header", "size", "tag") else "contract"
+        return opened
+
+    async def _unpin(self, name: UnitName) -> None:
+        if name in self._pins:
+            await self._model.store.release(*self._pins.pop(name))
 
     async def _compute(self) -> bool:
         """One step, if any row can be computed or token drawn. The last row laid waits until it is known to be last."""
@@ -249,6 +299,10 @@ class Decoding:
         if draws:
             self._answer.draw(logits[-1])
         return True
+
+
+def _protocol(message: str) -> InvalidRequest:
+    return InvalidRequest("UPLOAD_PROTOCOL", message)
 
 
 async def _read(

@@ -11,7 +11,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from chiasm.cache.entry import Form, Identity
 from chiasm.cache.store import EntryStore
-from chiasm.errors import InvalidRequest, Overloaded
+from chiasm.errors import InvalidRequest, Overloaded, ServerError
 from chiasm.models.family import Prompt
 from decoder_service.engine import DecoderEngine
 from decoder_service.sequence import DecodeSequence
@@ -90,22 +90,33 @@ class DecoderModel:
             self._turns.remove(turn)
             await self._wake()
 
-    async def widen(self, sequence: DecodeSequence, *, visual: int) -> None:
-        """Reserves more visual tokens for a timeline that has grown. It does not wait: two that wait for each other's
-        room would wait for ever.
+    async def keep_within(self, sequence: DecodeSequence, *, text: int, visual: int, grow: bool) -> None:
+        """Holds a timeline that was laid anew or has grown against its reservation.
 
-        Raises Overloaded KV_POOL_FULL if they are not free.
+        Args:
+            grow: more visual tokens may be reserved if they are free. It does not wait for them: two timelines that
+                wait for each other's room would wait for ever.
+
+        Raises Overloaded KV_POOL_FULL if they are not free, ServerError FEATURE_COUNT_MISMATCH for a timeline that
+        must not grow and has.
         """
         held = self._reserved[sequence]
+        need = _Room(-(-text // self.engine.pages.page_size), visual)
+        if need.pages > held.pages or (need.visual > held.visual and not grow):
+            raise ServerError(
+                "FEATURE_COUNT_MISMATCH",
+                f"{need.visual} visual tokens and {need.pages} pages are laid, {held.visual} and {held.pages} were admitted",
+                facts={"got": need.visual, "needed": held.visual},
+            )
         free = self.engine.extents.total - sum(room.visual for room in self._reserved.values())
-        if visual - held.visual > free:
+        if need.visual - held.visual > free:
             raise Overloaded(
                 "KV_POOL_FULL",
-                f"{visual - held.visual} more visual tokens are needed, {free} are free",
+                f"{need.visual - held.visual} more visual tokens are needed, {free} are free",
                 retry_after=1.0,
-                facts={"needed": visual - held.visual, "free": free},
+                facts={"needed": need.visual - held.visual, "free": free},
             )
-        self._reserved[sequence] = _Room(held.pages, max(visual, held.visual))
+        self._reserved[sequence] = _Room(held.pages, max(need.visual, held.visual))
 
     async def release(self, sequence: DecodeSequence) -> None:
         """Gives back everything a timeline holds or has reserved, after the step that is running.

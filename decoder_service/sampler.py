@@ -39,6 +39,8 @@ def draw(logits_v: Tensor, drawing: Drawing, *, index: int, banned: Iterable[int
         raise ServerError("NONFINITE", "the model produced a logit that is not finite")
     logits = logits_v.clone()
     logits[list(banned)] = -torch.inf
+    if bool(torch.isneginf(logits).all()):
+        raise ServerError("NONFINITE", "every token is banned")
     if drawing.temperature == 0:
         return int(logits.argmax())
     # The Gumbel trick: argmax of logits / temperature + noise is a draw from the softmax, without normalising it.

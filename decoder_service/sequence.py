@@ -35,6 +35,12 @@ class SizedSlot:
     final: bool
 
 
+class Drop(NamedTuple):
+    """Hides the oldest units from what is laid after it: those before unit number `first`."""
+
+    first: int
+
+
 class Extent(NamedTuple):
     """A unit in the cross pool: its runs of slots, and the position `start` its keys are rotated for."""
 
@@ -55,7 +61,7 @@ class DecodeSequence:
         self.computed = 0
         """Rows whose keys and values are in the self pool."""
         self._unit_layout = unit_layout
-        self._pieces: list[Piece] = []
+        self._pieces: list[Piece | Drop] = []
         self._rows: list[int] = []  # row at which each laid piece begins
         self._slots: dict[int, SizedSlot] = {}
         self._laid: dict[int, int] = {}  # laid slots and their pieces
@@ -64,16 +70,20 @@ class DecodeSequence:
 
     # -- laying --------------------------------------------------------------------------------------------------------
 
-    def extend(self, pieces: Iterable[Piece]) -> int:
-        """Adds pieces at the end and lays what can be laid. Returns the number of the first, for `row_of`."""
+    def extend(self, pieces: Iterable[Piece | Drop]) -> int:
+        """Adds pieces at the end and lays what can be laid. Returns the number of the first, for `row_of`.
+
+        Raises ValueError when a drop is laid that hides more units than are laid, or fewer than before.
+        """
         number = len(self._pieces)
         self._pieces.extend(pieces)
         self._lay()
         return number
 
     def row_of(self, piece: int) -> int | None:
-        """The row at which a piece begins, None while it is not laid."""
-        return self._rows[piece] if piece < len(self._rows) else None
+        """The row at which a piece begins. None while it is not laid, or while a slot before it may still change."""
+        moving = any(at < piece and not self._slots[slot].final for slot, at in self._laid.items())
+        return None if moving or piece >= len(self._rows) else self._rows[piece]
 
     def size(self, slot: int, sized: SizedSlot) -> None:
         """Says which units a slot becomes, or says it anew: then everything from that medium on is laid again.
@@ -100,7 +110,9 @@ class DecodeSequence:
         while len(self._rows) < len(self._pieces):
             piece = self._pieces[len(self._rows)]
             row = len(self.timeline)
-            if not isinstance(piece, Slot):
+            if isinstance(piece, Drop):
+                self.timeline.drop_units(piece.first - self.timeline.dropped)
+            elif not isinstance(piece, Slot):
                 self.timeline.append_text(piece)
             elif piece.index in self._slots:
                 self._laid[piece.index] = len(self._rows)
@@ -138,11 +150,12 @@ class DecodeSequence:
         return name in self._extents
 
     def detach_moved(self) -> dict[UnitName, Extent]:
-        """Forgets the units that are no longer laid where they were when they were attached, and returns them."""
+        """Forgets the units that are no longer laid as they were when they were attached, and returns them."""
         moved = {}
         for name, extent in self._extents.items():
             laid = self.timeline.find(name)
-            if laid is None or laid.start != extent.start:
+            held = sum(run.length for run in extent.runs)
+            if laid is None or (laid.start, laid.layout.vision_tokens) != (extent.start, held):
                 moved[name] = extent
         for name in moved:
             del self._extents[name]
@@ -171,12 +184,15 @@ class DecodeSequence:
         """The next `count` rows, as a step wants them. `self.pages` must hold them."""
         stop = self.computed + count
         assert stop <= self.ready_rows, f"rows to {stop} are asked for, {self.ready_rows} are ready"
-        units = self.timeline.units
-        seen = units[: bisect_left(units, stop, key=lambda unit: unit.index)]
+        boundaries = self.timeline.boundaries(self.computed, stop)
+        spans = boundaries[boundaries[:, 1] > boundaries[:, 0]]
+        first, last = (int(spans[:, 0].min()), int(spans[:, 1].max())) if len(spans) else (0, 0)
         extents = []
-        for unit in seen:
-            first = unit.first
+        units = self.timeline.units
+        begin = bisect_left(units, first, key=lambda unit: unit.first)
+        for unit in units[begin : bisect_left(units, last, key=lambda unit: unit.first)]:
+            at = unit.first
             for run in self._extents[unit.name].runs:
-                extents.append((first, run.start, run.length))
-                first += run.length
-        return SequenceRows(self.computed, count, self.pages, self.timeline.boundaries(self.computed, stop), extents)
+                extents.append((at, run.start, run.length))
+                at += run.length
+        return SequenceRows(self.computed, count, self.pages, boundaries, extents)

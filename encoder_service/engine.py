@@ -18,7 +18,7 @@ from torch import Tensor
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, EntryKey, Form, Identity, Sealed, seal, tag_secret, unit_key
 from chiasm.cache.store import EntryStore, Lease
-from chiasm.errors import Overloaded
+from chiasm.errors import Overloaded, Unavailable
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.family import EncoderHalf, MediumPlan, Processor
@@ -36,15 +36,15 @@ class Announced(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """One unit on its way through the model, and how many callers wait for it."""
+    """One unit on its way through the model, and the callers that wait for it."""
 
     key: EntryKey
     pixels: Tensor
     plan: MediumPlan
     root: bytes
-    lease: Lease
     done: asyncio.Future[Contract]
-    waiting: int = 0
+    leases: list[Lease] = field(default_factory=list)
+    """Of the callers that wait for it: each gets its pin with the entry."""
 
 
 @dataclass(slots=True)
@@ -118,31 +118,37 @@ class EncoderEngine:
         """
         pixels, key = await asyncio.to_thread(self._prepare, frame, plan, root)
         contract = self._contract(key, plan)
-        flight = self._flying.get(key)
-        if flight is not None:
-            return await self._join(flight, lease)
-        sealed = None if afresh else await self.store.get(key, lease=lease)
-        if sealed is not None and Contract.unpack(sealed.header) == contract:
-            self.counts.cached_units += 1
-            return Announced(contract, cached=True)
-        flight = self._flying.get(key)
-        if flight is not None:  # another caller came while the store was asked
-            return await self._join(flight, lease)
-        flight = _Flight(key, pixels, plan, root, lease, asyncio.get_running_loop().create_future())
-        self._flying[key] = flight
+        try:
+            if key not in self._flying and not afresh:
+                sealed = await self.store.get(key, lease=lease)
+                if sealed is not None and Contract.unpack(sealed.header) == contract:
+                    self.counts.cached_units += 1
+                    return Announced(contract, cached=True)
+            flight = self._flying.get(key)  # another caller may have come while the store was asked
+            if flight is None:
+                flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))
+            else:
+                self.counts.joined_units += 1
+            return Announced(await self._wait(flight, lease), cached=False)
+        except BaseException:
+            await self.store.release(key, lease.id)  # the caller will never be told of it
+            raise
+
+    def _begin(self, flight: _Flight) -> _Flight:
+        self._flying[flight.key] = flight
         self._queue.append(flight)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
-        return Announced(await self._wait(flight), cached=False)
+        return flight
 
     async def close(self) -> None:
         """Ends the pass that is running and fails what waits."""
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.gather(self._runner, return_exceptions=True)
-        for flight in self._flying.values():
-            flight.done.cancel()
-        self._flying.clear()
+        for flight in list(self._flying.values()):
+            self._fail(flight, Unavailable("DRAINING", "the worker is ending", retry_after=1.0))
+        self._queue.clear()
         await asyncio.to_thread(self.device.shutdown)
 
     def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> tuple[Tensor, EntryKey]:
@@ -161,21 +167,14 @@ class EncoderEngine:
             shape=(shape.layers, 2, shape.heads, plan.tokens, shape.dim),
         )
 
-    async def _join(self, flight: _Flight, lease: Lease) -> Announced:
-        """Waits for a flight that another caller began, and takes a pin of one's own beside that caller's."""
-        self.counts.joined_units += 1
-        contract = await self._wait(flight)
-        await self.store.get(contract.key, lease=lease)
-        return Announced(contract, cached=False)
-
-    async def _wait(self, flight: _Flight) -> Contract:
+    async def _wait(self, flight: _Flight, lease: Lease) -> Contract:
         """Waits for a flight without owning it; the last one to leave drops it if it has not begun."""
-        flight.waiting += 1
+        flight.leases.append(lease)
         try:
             return await asyncio.shield(flight.done)
         finally:
-            flight.waiting -= 1
-            if not flight.waiting and not flight.done.done() and flight in self._queue:
+            flight.leases.remove(lease)
+            if not flight.leases and not flight.done.done() and flight in self._queue:
                 self._queue.remove(flight)
                 del self._flying[flight.key]
                 self.counts.dropped_units += 1
@@ -183,38 +182,50 @@ class EncoderEngine:
     async def _run(self) -> None:
         while self._queue:
             batch = self._take()
-            try:
-                sealed = await asyncio.get_running_loop().run_in_executor(self.device, self._encode, batch)
-            except Exception as error:
-                self._fail(batch, error)
-                continue
-            for flight, entry in zip(batch, sealed, strict=True):
+            for flight, entry in zip(batch, await self._pass(batch), strict=True):
                 try:
                     if isinstance(entry, Exception):
                         raise entry
                     await self._put(entry, flight)
                 except Exception as error:
-                    self._fail([flight], error)
+                    self._fail(flight, error)
                 else:
                     self.counts.encoded_units += 1
                     del self._flying[flight.key]
                     flight.done.set_result(self._contract(flight.key, flight.plan))
 
+    async def _pass(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
+        """One pass through the model. If a batch fails as a whole its units are tried alone: one unit's fault is its
+        own, whoever's units it was batched with."""
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            return await run(self.device, self._encode, batch)
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+        return [(await self._pass([flight]))[0] for flight in batch]
+
     async def _put(self, sealed: Sealed, flight: _Flight) -> None:
-        """Puts an entry. A store full of pinned entries is waited for: whoever pinned them has room to attach them.
+        """Puts an entry with a pin for every caller that waits for it, and none where all have left.
+
+        A store full of pinned entries is waited for: whoever pinned them has room to attach them.
 
         Raises Overloaded if it stays full for as long as a lease lasts, or could never hold the entry.
         """
-        until = time.monotonic() + flight.lease.seconds
+        began = time.monotonic()
         while True:
-            # Nobody is told of a unit whose callers have left, so nobody would take a pin back.
-            lease = flight.lease if flight.waiting else None
+            leases = list(flight.leases)
+            first = leases[0] if leases else None
             try:
-                return await self.store.put(sealed, flight.key, lease=lease)
+                await self.store.put(sealed, flight.key, lease=first)
             except Overloaded as error:
-                if not error.retryable or lease is None or time.monotonic() >= until:
+                if not error.retryable or first is None or time.monotonic() >= began + first.seconds:
                     raise
                 await asyncio.sleep(_RETRY)
+            else:
+                for lease in leases[1:]:
+                    await self.store.get(flight.key, lease=lease)
+                return
 
     def _take(self) -> list[_Flight]:
         """As many units from the front of the queue as fit one pass, one at least."""
@@ -242,8 +253,7 @@ class EncoderEngine:
                 results.append(error)
         return results
 
-    def _fail(self, flights: Sequence[_Flight], error: Exception) -> None:
-        for flight in flights:
-            self._flying.pop(flight.key, None)
-            flight.done.set_exception(error)
-            flight.done.exception()  # seen, even if every caller has left
+    def _fail(self, flight: _Flight, error: Exception) -> None:
+        self._flying.pop(flight.key, None)
+        flight.done.set_exception(error)
+        flight.done.exception()  # seen, even if every caller has left

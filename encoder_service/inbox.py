@@ -35,7 +35,8 @@ class Inbox:
         self._siblings: asyncio.Future[epb.EncodeSiblings] = loop.create_future()
         self._go: asyncio.Future[epb.EncodeGo] = loop.create_future()
         self._task: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()
+        self._over = asyncio.Event()
+        self._error: Exception | None = None  # how the caller's side ended, if not well
 
     async def start(self) -> epb.EncodeOpen:
         """The opening message; from here on the rest is read. Raises InvalidRequest if there is none."""
@@ -62,12 +63,19 @@ class Inbox:
         """Waits until any credit is left, and takes `count` bytes. A unit larger than what is left passes all the same:
         it could wait for ever otherwise; what follows waits until the debt is paid."""
         async with self._credited:
-            await self._credited.wait_for(lambda: self._credit > 0)
+            await self._credited.wait_for(lambda: self._credit > 0 or self._over.is_set())
+            if self._credit <= 0:
+                raise self._error or _protocol("the caller ended before it gave the credit that is needed")
             self._credit -= count
 
     async def ended(self) -> None:
-        """Waits until the caller has ended its side: it needs nothing more, and every entry announced is attached."""
-        await self._ended.wait()
+        """Waits until the caller has ended its side: it needs nothing more, and every entry announced is attached.
+
+        Raises whatever broke the caller's side instead.
+        """
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
 
     async def close(self) -> None:
         for future in (self._media, self._siblings, self._go):
@@ -80,10 +88,12 @@ class Inbox:
         try:
             async for request in self._requests:
                 await self._sort(request)
-            error = _protocol("the caller ended before the encoding could")
-            self._ended.set()
+            error: Exception = _protocol("the caller ended before the encoding could")
         except Exception as raised:
-            error = raised  # type: ignore[assignment]
+            error = self._error = raised
+        self._over.set()
+        async with self._credited:
+            self._credited.notify_all()
         for future in (self._media, self._siblings, self._go):
             if not future.done():
                 future.set_exception(error)

@@ -163,7 +163,7 @@ class _Encoding:
         `sized` says which frames they are.
         """
         engine = self._s.engine
-        wanted = {unit for run in go.units for unit in range(run.first, run.first + run.count)}
+        wanted = [range(run.first, run.first + run.count) for run in go.units]
         seconds = to_seconds(self._open.lease) or self._s.settings.lease
         announcing = Announcing(engine, plan, root=self._open.tenant_root, seconds=seconds, afresh=go.afresh)
         came: list[int] = []
@@ -176,7 +176,7 @@ class _Encoding:
                     if isinstance(frame, Decoded):
                         break
                     came.append(frame.index)
-                    if wanted and len(came) - 1 not in wanted:
+                    if wanted and not any(len(came) - 1 in run for run in wanted):
                         continue
                     paused = clock()
                     await self._inbox.spend(plan.tokens * engine.bytes_per_token)

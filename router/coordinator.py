@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from google.rpc.status_pb2 import Status
 
-from chiasm.errors import ServerError, StatusError
+from chiasm.errors import ServerError, StatusError, Unavailable
 from chiasm.rpc.status import from_status
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -59,21 +59,29 @@ class _Medium:
         self.probe: pb.Probe | None = None
         self.ended = False
         self.bytes_of: dict[int, int] = {}  # per unit, of the entry that is pinned
+        self.missing: set[int] = set()  # units to be encoded again
+        self.again: asyncio.Task[None] | None = None
         self.usage: pb.MediaUsage | None = None
         self.times = pb.StageTimes()
 
 
 class Coordinator:
-    """Serves one checked `GenerateRequest` with one pair of workers."""
+    """Serves one checked `GenerateRequest` with one pair of workers.
 
-    def __init__(self, request: rpb.GenerateRequest, pair: Pair, *, tenant_root: bytes) -> None:
+    Args:
+        credit: bytes of entries each medium may have pinned before any is attached.
+    """
+
+    def __init__(
+        self, request: rpb.GenerateRequest, pair: Pair, *, tenant_root: bytes, credit: int = INITIAL_CREDIT
+    ) -> None:
         self._request = request
         self._pair = pair
         self._root = tenant_root
+        self._initial_credit = credit
         self._id = secrets.token_bytes(16)
         self._decode: _Outbox[dpb.DecodeRequest] = _Outbox()
         self._events: asyncio.Queue[rpb.GenerateResponse | BaseException | None] = asyncio.Queue()
-        self._again: set[asyncio.Task[None]] = set()
         items = checked.item_paths(request.prompt)
         self._media = [_Medium(slot, item) for slot, item in enumerate(items)]
 
@@ -87,15 +95,18 @@ class Coordinator:
                     raise event
                 yield event
         finally:
-            tasks += self._again
+            tasks += [medium.again for medium in self._media if medium.again is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _guard(self, work: object) -> None:
-        """Whatever goes wrong in one call ends the request."""
+        """Whatever goes wrong in one call ends the request, a call that was cancelled from its other end too."""
         try:
             await work  # type: ignore[misc]
+        except asyncio.CancelledError:
+            self._events.put_nowait(Unavailable("DRAINING", "a worker ended while it was needed", retry_after=1.0))
+            raise
         except Exception as error:
             self._events.put_nowait(self._with_item(error))
 
@@ -145,9 +156,7 @@ class Coordinator:
             for unit in response.attached.units:
                 self._credit(self._media[unit.slot], unit.unit)
         elif which == "missing":
-            task = asyncio.create_task(self._guard(self._encode_again(response.missing.unit)))
-            self._again.add(task)
-            task.add_done_callback(self._again.discard)
+            self._on_missing(response.missing.unit)
         elif which == "started":
             self._events.put_nowait(rpb.GenerateResponse(started=response.started))
         elif which == "tokens":
@@ -161,6 +170,14 @@ class Coordinator:
                 spent = sum(to_seconds(getattr(m.times, name)) for m in self._media)
                 getattr(finished.times, name).CopyFrom(to_duration(spent))
             self._events.put_nowait(rpb.GenerateResponse(finished=finished))
+
+    def _on_missing(self, unit: pb.UnitRef) -> None:
+        """Asks for a unit again, together with others of its medium that go missing meanwhile."""
+        medium = self._media[unit.slot]
+        self._credit(medium, unit.unit)  # what is gone pins nothing, and the first call may be waiting for it
+        medium.missing.add(unit.unit)
+        if medium.again is None or medium.again.done():
+            medium.again = asyncio.create_task(self._guard(self._encode_again(medium)))
 
     def _credit(self, medium: _Medium, unit: int) -> None:
         count = medium.bytes_of.pop(unit, 0)
@@ -183,7 +200,9 @@ class Coordinator:
             async for response in responses:
                 self._on_encoder(medium, response)
         if not medium.ended:
-            raise ServerError("STREAM_BROKEN", "the encoder ended its stream before the medium was done", item=medium.item)
+            raise ServerError(
+                "STREAM_BROKEN", "an encoder ended its stream before its medium was done", item=medium.item
+            )
 
     def _send_medium(self, slot: int, requests: _Outbox[epb.EncodeRequest]) -> None:
         source = self._request.media[slot]
@@ -197,7 +216,7 @@ class Coordinator:
             tenant_root=self._root,
             media=checked.header(source),
             sampling=source.sampling,
-            initial_credit=INITIAL_CREDIT,
+            initial_credit=self._initial_credit,
         )
         requests.put(epb.EncodeRequest(open=opened))
         for chunk in checked.chunks(source, CHUNK_BYTES):
@@ -239,22 +258,34 @@ class Coordinator:
     def _forward(self, slot: int, ready: epb.EncodeReady) -> None:
         self._decode.put(dpb.DecodeRequest(ready=dpb.DecodeReady(slot=slot, unit=ready.unit, entry=ready.entry)))
 
-    async def _encode_again(self, unit: pb.UnitRef) -> None:
-        """A call of its own for one unit whose entry the decoder could not use. Sizes stay as they were told."""
-        requests: _Outbox[epb.EncodeRequest] = _Outbox()
-        self._send_medium(unit.slot, requests)
-        requests.put(epb.EncodeRequest(siblings=self._siblings()))
-        wanted = pb.UnitRange(first=unit.unit, count=1)
-        requests.put(epb.EncodeRequest(go=epb.EncodeGo(units=[wanted], afresh=True)))
-        async with _closing(self._pair.encoder.encode(aiter(requests))) as responses:
-            async for response in responses:
-                which = response.WhichOneof("message")
-                if which == "ready":
-                    self._forward(unit.slot, response.ready)
-                elif which == "failed":
-                    _raise(response.failed.status)
-                elif which == "end":
-                    requests.end()
+    async def _encode_again(self, medium: _Medium) -> None:
+        """Calls of their own for units whose entries the decoder could not use, all of a medium that are missing at a
+        time. Sizes stay as they were told."""
+        while medium.missing:
+            wanted, medium.missing = medium.missing, set()
+            requests: _Outbox[epb.EncodeRequest] = _Outbox()
+            self._send_medium(medium.slot, requests)
+            requests.put(epb.EncodeRequest(siblings=self._siblings()))
+            ranges = [pb.UnitRange(first=unit, count=1) for unit in sorted(wanted)]
+            requests.put(epb.EncodeRequest(go=epb.EncodeGo(units=ranges, afresh=True)))
+            async with _closing(self._pair.encoder.encode(aiter(requests))) as responses:
+                async for response in responses:
+                    which = response.WhichOneof("message")
+                    if which == "ready":
+                        wanted.discard(response.ready.unit)
+                        self._forward(medium.slot, response.ready)
+                        requests.put(epb.EncodeRequest(credit=epb.EncodeCredit(bytes=response.ready.entry.byte_length)))
+                    elif which == "failed":
+                        _raise(response.failed.status)
+                    elif which == "end":
+                        requests.end()
+            if wanted:
+                raise ServerError(
+                    "ENTRY_MISSING",
+                    f"{len(wanted)} units were lost and could not be encoded again",
+                    item=medium.item,
+                    facts={"units": len(wanted)},
+                )
 
 
 def _closing(responses: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:

@@ -43,7 +43,7 @@ class _Planned:
     stop: int
     slots: Tensor  # (context,) rows of the self pool, in order, the new ones last
     mask: Tensor | None  # (new rows, context), only where new rows attend causally to each other and to older ones
-    base: int  # vision token with which the extents begin; those before it were dropped and freed
+    base: int  # vision token with which the extents begin; no row of the step sees one before it
     extents: list[tuple[int, int]]  # (slot, length) runs of the cross pool
     segments: list[_Segment]
 

@@ -26,7 +26,8 @@ class SamplingOptions:
         min_frames, max_frames: bounds on the number of frames, >= 1.
         start, end: seconds; only frames in [start, end) are used.
         timestamps: exact seconds instead of any rate; each gives the frame shown at that time.
-        every_frame: the frames were handed over one by one, with their times: all are used as they are.
+        every_frame: the frames were handed over one by one, with their times: all are used as they are, and no other
+            option goes with it.
     """
 
     fps: float | None = None
@@ -36,6 +37,11 @@ class SamplingOptions:
     end: float | None = None
     timestamps: tuple[float, ...] | None = None
     every_frame: bool = False
+
+    @property
+    def explicit(self) -> bool:
+        """The request says itself which frames are used: how many is not the family's to choose."""
+        return self.every_frame or self.timestamps is not None
 
     def check(self) -> None:
         """Raises InvalidRequest for a value out of range or two options that contradict each other."""
@@ -51,8 +57,11 @@ class SamplingOptions:
                 raise _out_of_range(name, seconds, "0 to 1e9 seconds")
         if self.start is not None and self.end is not None and self.start >= self.end:
             raise _conflict(f"start {self.start} is not before end {self.end}")
+        chosen = (self.fps, self.min_frames, self.max_frames, self.start, self.end)
+        if self.every_frame and (self.timestamps is not None or any(o is not None for o in chosen)):
+            raise _conflict("a list of frames is used as it is, it excludes every sampling option")
         if self.timestamps is not None:
-            if any(o is not None for o in (self.fps, self.min_frames, self.max_frames, self.start, self.end)):
+            if any(o is not None for o in chosen):
                 raise _conflict("timestamps exclude every other sampling option")
             if not self.timestamps:
                 raise _conflict("timestamps are given and none is in them")

@@ -18,11 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chiasm.errors import CheckpointError
-from chiasm.models.reading import read_json
+from chiasm.models.reading import read_json, shown
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 _FINGERPRINT_FILE = "chiasm.json"
-_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -39,6 +44,9 @@ class Tensors(Mapping[str, Tensor]):
             promised = read_json(index).get("weight_map")
             if not isinstance(promised, dict):
                 raise CheckpointError(self.where, [f"{index.name} has no weight_map"])
+            unplaced = sorted(name for name, place in promised.items() if not isinstance(place, str))
+            if unplaced:
+                raise CheckpointError(self.where, [f"{index.name} names no file for {name}" for name in unplaced])
         elif single.exists():
             promised = None
         else:
@@ -46,14 +54,14 @@ class Tensors(Mapping[str, Tensor]):
         self._shards: dict[str, safe_open] = {}  # by tensor name; a shard stays mapped while this object lives
         problems = []
         for file in sorted(set(promised.values())) if promised is not None else [single.name]:
-            if Path(file).name != file:
+            if not file or file == ".." or Path(file).name != file:
                 problems.append(f"{index.name} names a file outside the folder")
                 continue
             try:
                 shard = safe_open(directory / file, framework="pt")
                 held = set(shard.keys())
-            except (OSError, SafetensorError) as error:
-                problems.append(f"{file} cannot be read ({type(error).__name__})")
+            except (OSError, SafetensorError, ValueError) as error:  # ValueError: no name a file can have
+                problems.append(f"{shown(file)} cannot be read ({type(error).__name__})")
                 continue
             wanted = held if promised is None else {name for name, place in promised.items() if place == file}
             problems += [f"{file} lacks {name}, which {index.name} promises" for name in sorted(wanted - held)]
@@ -97,18 +105,16 @@ class Checkpoint:
         """The one architecture config.json names."""
         named = self.config.get("architectures")
         if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
-            raise CheckpointError(self.where, [f"architectures is {named!r}, must name one"])
+            raise CheckpointError(self.where, [f"architectures is {shown(named)}, must name one"])
         return named[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """The type the checkpoint says it is stored in (`dtype`, or `torch_dtype` in older files)."""
         name = self.config.get("dtype") or self.config.get("torch_dtype")
-        found = getattr(torch, name, None) if isinstance(name, str) else None
-        if found not in _TYPES:
-            raise CheckpointError(self.where, [f"dtype is {name!r}, must be one of bfloat16, float16, float32"])
-        assert isinstance(found, torch.dtype)
-        return found
+        if not isinstance(name, str) or name not in _TYPES:
+            raise CheckpointError(self.where, [f"dtype is {shown(name)}, must be one of {', '.join(_TYPES)}"])
+        return _TYPES[name]
 
     @property
     def processor_files(self) -> dict[str, dict[str, object]]:
@@ -126,7 +132,10 @@ class Checkpoint:
         """The checkpoint's own template: `chat_template.jinja`, or inside tokenizer_config.json."""
         path = self.directory / "chat_template.jinja"
         if path.exists():
-            return path.read_text(encoding="utf-8")
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(self.where, [f"{path.name} cannot be read ({type(error).__name__})"]) from None
         path = self.directory / "tokenizer_config.json"
         template = read_json(path).get("chat_template") if path.exists() else None
         if template is not None and not isinstance(template, str):

@@ -40,21 +40,23 @@ def families() -> Mapping[str, Family[Any]]:
 def find(model: str, *, download: bool = False) -> Path:
     """The folder of a checkpoint: a path, the name of a shipped one, or (with `download`) a hub name.
 
-    Raises CheckpointError if it is none of them.
+    Raises CheckpointError if it is none of them, and if the hub has no such checkpoint or cannot be reached.
     """
     path = Path(model)
-    if path.is_dir():
-        return path
-    if "/" not in model and (SHIPPED / model / "config.json").exists():
-        return SHIPPED / model
+    try:
+        if path.is_dir():
+            return path
+        if "/" not in model and (SHIPPED / model / "config.json").exists():
+            return SHIPPED / model
+    except OSError as error:  # too long for a path, or a folder that may not be looked into
+        raise CheckpointError(model, [f"cannot be looked up ({type(error).__name__})"]) from None
     if not download:
         raise CheckpointError(model, ["is neither a folder nor a checkpoint that comes with the package"])
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except Exception as error:  # the hub's, its HTTP library's, the disk's: families without a common class
         raise CheckpointError(model, [f"cannot be fetched from the hub ({type(error).__name__})"]) from None
 
 

@@ -151,21 +151,16 @@ class Writer:
 def draw_offsets(count: int, rng: np.random.Generator, *, simple: bool = False) -> list[float]:
     """Seconds of the frames of a clip, ascending, no two that are written alike.
 
-    Often one apart from 0. Evenly spaced times alone would teach to count frames, which fails on long clips: so many
-    clips have whole seconds with gaps, where only the time stamp tells, and some have any tenths. `simple` keeps to one
-    digit before the point and 0 behind it.
+    Mostly one second apart from 0, as the processor samples a clip; `simple` always. Some have another spacing, and
+    some whole seconds with gaps.
     """
-    kind = rng.random()
-    if simple or kind < 0.35:
-        regular = simple and kind < 0.2
-        return [float(t) for t in (range(count) if regular else sorted(rng.choice(10, count, replace=False)))]
-    if kind < 0.7:
+    kind = 0.0 if simple else rng.random()
+    if kind < 0.8:
         return [float(i) for i in range(count)]
-    if kind < 0.85:
-        step = float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
+    if kind < 0.9:
+        step = float(rng.choice([0.5, 1.1, 2.0]))
         return [round(i * step, 6) for i in range(count)]
-    tenths = sorted(rng.choice(200, count, replace=False))
-    return [float(t) / 10 for t in tenths]
+    return [float(t) for t in sorted(rng.choice(10, count, replace=False))]
 
 
 @dataclass(frozen=True, slots=True)

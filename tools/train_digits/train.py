@@ -45,7 +45,7 @@ class Plan:
     short: int = 4
     long: int = 8
     short_share: float = 0.25
-    shares: tuple[float, float, float] = (0.3, 0.5, 0.2)
+    shares: tuple[float, float, float] = (0.35, 0.45, 0.2)
     empty_share: float = 0.3
     seed: int = 20_240
 

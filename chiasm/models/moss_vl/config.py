@@ -14,6 +14,9 @@ from chiasm.models.reading import Reader
 
 ARCHITECTURE = "MossVLForConditionalGeneration"
 
+MAX_LAYERS = 4096
+"""Lists as long as the layers are made before a weight is looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
@@ -128,7 +131,7 @@ def _read_vision(section: Reader) -> VisionConfig:
     section.refuse_unless("temporal_patch_size", 1, why="a unit is one frame")
     section.refuse_unless("in_channels", 3, why="frames are RGB")
     config = VisionConfig(
-        depth=section.integer("depth"),
+        depth=section.integer("depth", at_most=MAX_LAYERS),
         hidden_size=section.integer("hidden_size"),
         intermediate_size=section.integer("intermediate_size"),
         num_heads=section.integer("num_heads"),
@@ -160,7 +163,7 @@ def _read_text(section: Reader) -> TextConfig:
     config = TextConfig(
         hidden_size=section.integer("hidden_size"),
         intermediate_size=section.integer("intermediate_size"),
-        num_hidden_layers=section.integer("num_hidden_layers"),
+        num_hidden_layers=section.integer("num_hidden_layers", at_most=MAX_LAYERS),
         num_attention_heads=section.integer("num_attention_heads"),
         num_key_value_heads=section.integer("num_key_value_heads"),
         head_dim=section.integer("head_dim", at_least=2),

@@ -9,46 +9,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from chiasm.errors import InvalidRequest
+from chiasm.errors import CheckpointError, InvalidRequest
 from chiasm.media.sample import frames_wanted, share_frames
 from chiasm.models.family import MediumFacts, MediumPlan
+from chiasm.models.moss_vl.budgets import Budgets, read_budgets
 from chiasm.models.moss_vl.config import Config
-from chiasm.models.reading import Reader
 from chiasm.timeline import UnitLayout
 
 MAX_ASPECT_RATIO = 200
 RESIZE = "torch uint8 bicubic antialias"
 """The kernel that resizes. Pillow's differs by up to 4 grey levels, so the kernel is part of an entry's identity."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Pixels and frames a request may use. The defaults are the official command line's.
-
-    Attributes:
-        min_pixels, max_pixels: of one image or one video frame.
-        multi_image_max_pixels: of all images of a request together.
-        video_max_pixels: of all frames of all videos of a request together.
-        fps, min_frames, max_frames: sampling of videos; max_frames is shared among the videos of a request.
-    """
-
-    min_pixels: int = 4_096
-    max_pixels: int = 16_777_216
-    multi_image_max_pixels: int = 201_326_592
-    video_max_pixels: int = 201_326_592
-    fps: float = 1.0
-    min_frames: int = 1
-    max_frames: int = 256
-
-    @property
-    def frames_by_pixels(self) -> int:
-        """Frames that the video budget holds at the smallest legal size."""
-        return self.video_max_pixels // self.min_pixels
 
 
 def resize_image(height: int, width: int, factor: int, *, least: int, most: int) -> tuple[int, int]:
@@ -97,25 +71,17 @@ class MossVLProcessor:
 
     @classmethod
     def read(cls, config: Config, files: Mapping[str, dict[str, object]], where: str) -> MossVLProcessor:
-        """Takes budgets from the checkpoint's processor files where they are given.
+        """Takes budgets from the checkpoint's processor files where they are given (`processor_files`).
 
-        Raises CheckpointError if a file asks for another normalisation, patch or factor than the model's.
+        Raises CheckpointError listing all that the files ask for and that this family does not do, every value that
+        cannot be, and bounds that leave nothing between them.
         """
-        found: dict[str, int | float] = {}
-        problems: list[str] = []
-        for name, data in files.items():
-            reader = Reader(data, prefix=f"{name}: ", problems=problems)
-            vision = config.vision
-            reader.refuse_unless("patch_size", vision.patch_size, why="config.json says otherwise")
-            reader.refuse_unless("merge_size", vision.spatial_merge_size, why="config.json says otherwise")
-            reader.refuse_unless("temporal_patch_size", 1, why="a unit is one frame")
-            for key in ("image_mean", "image_std"):
-                reader.refuse_unless(key, [0.5, 0.5, 0.5], why="pixels are (x - 127.5) / 127.5")
-            for key in Budgets.__dataclass_fields__:
-                if key in reader:
-                    found[key] = reader.number(key) if key == "fps" else reader.integer(key)
-        Reader({}, problems=problems).finish(where)
-        return cls(config, Budgets(**found))  # type: ignore[arg-type]
+        found, problems = read_budgets(files, config.vision.patch_size, config.vision.spatial_merge_size)
+        if not problems:
+            problems = found.problems()
+        if problems:
+            raise CheckpointError(where, problems)
+        return cls(config, found)
 
     def describe(self) -> bytes:
         return json.dumps({"resize": RESIZE, "normalise": "(x-127.5)/127.5"}, sort_keys=True).encode()
@@ -128,9 +94,7 @@ class MossVLProcessor:
                 self._check(facts)
             except InvalidRequest as error:
                 raise error.at(f"media[{i}]") from None
-        videos = [i for i, facts in enumerate(media) if facts.kind == "video"]
-        caps = share_frames([media[i].seconds for i in videos], self.budgets.max_frames)
-        frames = {i: self._frames(media[i], cap, f"media[{i}]") for i, cap in zip(videos, caps, strict=True)}
+        frames = self._frames(media)
         image_pixels = sum(m.height * m.width for m in media if m.kind == "image")
         video_pixels = sum(count * media[i].height * media[i].width for i, count in frames.items())
         return [
@@ -154,19 +118,40 @@ class MossVLProcessor:
                 facts={"height": facts.height, "width": facts.width, "min": factor},
             )
 
-    def _frames(self, facts: MediumFacts, cap: int, item: str) -> int:
-        """How many frames of one video are used; `cap` is its share of the request's."""
+    def _frames(self, media: Sequence[MediumFacts]) -> dict[int, int]:
+        """How many frames of every video are used, by its place in the request.
+
+        Frames that the request names, in a list or by their times, are taken off the total first and all used; what is
+        left is shared among the sampled videos by the model's rule. They are refused where they leave a sampled video
+        no frame. (The model's processor knows no such requests: the order is this library's.)
+        """
+        videos = {i: facts for i, facts in enumerate(media) if facts.kind == "video"}
+        sampled = [i for i, facts in videos.items() if not facts.options.explicit]
+        left = self.budgets.max_frames
+        frames = {}
+        for i, facts in videos.items():
+            if facts.options.explicit:
+                limit = min(left - len(sampled), self.budgets.frames_by_pixels)
+                frames[i] = self._named(facts, limit, f"media[{i}]")
+                left -= frames[i]
+        shares = share_frames([videos[i].seconds for i in sampled], left)
+        for i, share in zip(sampled, shares, strict=True):
+            frames[i] = self._sampled(videos[i], share, f"media[{i}]")
+        return frames
+
+    def _named(self, facts: MediumFacts, limit: int, item: str) -> int:
+        if facts.frames > limit:
+            limit = max(limit, 0)
+            raise InvalidRequest(
+                "TOO_MANY_ITEMS",
+                f"{facts.frames} frames are asked for, the request has {limit} left",
+                item=item,
+                facts={"got": facts.frames, "limit": limit},
+            )
+        return facts.frames
+
+    def _sampled(self, facts: MediumFacts, share: int, item: str) -> int:
         o, b = facts.options, self.budgets
-        limit = min(cap, b.frames_by_pixels)
-        if o.every_frame or o.timestamps is not None:
-            if facts.frames > limit:
-                raise InvalidRequest(
-                    "TOO_MANY_ITEMS",
-                    f"{facts.frames} frames are asked for, {limit} are allowed",
-                    item=item,
-                    facts={"got": facts.frames, "limit": limit},
-                )
-            return facts.frames
         if o.max_frames is not None and o.max_frames > b.max_frames:
             raise InvalidRequest(
                 "FIELD_OUT_OF_RANGE",
@@ -174,7 +159,7 @@ class MossVLProcessor:
                 item=item,
                 facts={"field": "max_frames", "got": o.max_frames, "limit": b.max_frames},
             )
-        most = min(limit, facts.frames, limit if o.max_frames is None else o.max_frames)
+        most = min(share, b.frames_by_pixels, facts.frames, share if o.max_frames is None else o.max_frames)
         least = b.min_frames if o.min_frames is None else o.min_frames
         return frames_wanted(facts.seconds, b.fps if o.fps is None else o.fps, least=least, most=most)
 
@@ -192,9 +177,9 @@ class MossVLProcessor:
             facts.height,
             facts.width,
             self.config.vision.factor,
-            budget=int(b.video_max_pixels * frames * facts.height * facts.width / all_pixels),
-            least=b.min_pixels,
-            most=b.max_pixels,
+            budget=max(int(b.video_max_pixels * frames * facts.height * facts.width / all_pixels), 1),
+            least=b.frame_min_pixels,
+            most=b.frame_max_pixels,
         )
         return self._plan(facts, frames, size)
 
