@@ -11,17 +11,13 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from torch import Tensor
-
-from chiasm.cache import wire
-from chiasm.cache.entry import Contract, EntryKey, Form, open_entry, tag_secret
 from chiasm.chat_template import Piece, Slot
-from chiasm.errors import InvalidRequest, ServerError
+from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.timeline import UnitName
 from decoder_service import convert
 from decoder_service.answer import Answer
+from decoder_service.attaching import Attaching
 from decoder_service.engine import Work
 from decoder_service.model import DecoderModel
 from decoder_service.sequence import Drop
@@ -39,12 +35,9 @@ class Decoding:
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
-        self._secret = tag_secret(model.workers_secret, opened.tenant_root)
         self._sequence = model.engine.sequence()
         self._answer = Answer(model, opened, self._sequence)
-        self._announced: dict[UnitName, Contract] = {}
-        self._pins: dict[UnitName, tuple[EntryKey, bytes]] = {}  # entries and leases that are not given back yet
-        self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
+        self._entries = Attaching(model, self._sequence, root=opened.tenant_root, item_of=self._items.get)
         self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
         self._event = 0  # the last one that came
         self._closed = False
@@ -73,8 +66,9 @@ class Decoding:
                     return
                 if not self._admitted and self._all_sized():
                     yield await self._admit()
-                for response in await self._attach():
-                    yield response
+                if self._admitted:
+                    for response in await self._entries.attach():
+                        yield response
                 if not (self._admitted and await self._compute()):
                     if self._ended and not inbox:
                         raise InvalidRequest("UPLOAD_PROTOCOL", "the caller ended before every unit was handed over")
@@ -84,9 +78,8 @@ class Decoding:
             try:
                 await model.release(self._sequence)
             finally:
-                unread = [message.ready.entry for message in inbox if isinstance(message, dpb.DecodeRequest)]
-                for key, lease_id in [*self._pins.values(), *((entry.key, entry.lease.lease_id) for entry in unread)]:
-                    await model.store.release(key, lease_id)
+                unread = (message.ready.entry for message in inbox if isinstance(message, dpb.DecodeRequest))
+                await self._entries.close(unread)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
 
@@ -102,7 +95,7 @@ class Decoding:
         if which == "sized":
             await self._size(message.sized)
         elif which == "ready":
-            self._announce(message.ready)
+            self._entries.announce(message.ready)
         elif which == "append" and self._live and not self._closed:
             await self._append(message.append)
         elif which == "drop" and self._live and not self._closed:
@@ -125,12 +118,7 @@ class Decoding:
             raise error.at(self._items[sized.slot]) from None
         except ValueError as error:
             raise _protocol(str(error)) from None
-        for name, contract in list(self._announced.items()):
-            if name.slot == sized.slot and (name.unit >= len(slot.grids) or slot.grids[name.unit] != contract.grid):
-                del self._announced[name]
-                await self._unpin(name)
-        # Attached anew from what was announced. In the device's thread, where extents are taken and given back.
-        await self._model.run(self._model.engine.detach_moved, self._sequence)
+        await self._entries.resized(sized.slot)
         await self._check_room()
 
     async def _check_room(self) -> None:
@@ -151,35 +139,6 @@ class Decoding:
             visual=timeline.vision_tokens,
             grow=self._live,
         )
-
-    def _announce(self, ready: dpb.DecodeReady) -> None:
-        """Remembers what an entry is, after holding it against what was sized and what this model needs."""
-        name = UnitName(ready.slot, ready.unit)
-        sized = self._sequence.sized(ready.slot)
-        if sized is None or ready.unit >= len(sized.grids):
-            raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
-        grid = sized.grids[ready.unit]
-        contract = wire.read(ready.entry, grid)
-        model = self._model
-        shape = model.engine.half.entry_shape
-        tokens = model.engine.processor.unit_layout(grid).vision_tokens
-        needed = Contract(
-            contract.key,
-            model.identity_digest,
-            Form.CROSS_KV,
-            model.engine.half.dtype,
-            grid,
-            (shape.layers, 2, shape.heads, tokens, shape.dim),
-        )
-        if contract != needed:
-            raise ServerError(
-                "FEATURE_COUNT_MISMATCH",
-                f"an entry of shape {contract.shape} came where {needed.shape} is needed",
-                item=self._items.get(ready.slot),
-                facts={"got": contract.shape[3], "needed": tokens},
-            )
-        self._announced[name] = contract
-        self._pins[name] = (contract.key, ready.entry.lease.lease_id)
 
     async def _append(self, append: dpb.DecodeAppend) -> None:
         if append.HasField("at_index"):
@@ -242,47 +201,6 @@ class Decoding:
             context_limit=self._model.context_limit,
         )
         return dpb.DecodeResponse(admitted=admitted)
-
-    async def _attach(self) -> list[dpb.DecodeResponse]:
-        """Attaches every announced unit that is laid and not attached. A doubtful entry is forgotten and asked for."""
-        if not self._admitted:
-            return []
-        responses = []
-        attached = dpb.DecodeAttached()
-        for name, contract in list(self._announced.items()):
-            if self._sequence.attached(name) or self._sequence.timeline.find(name) is None:
-                continue
-            ref = pb.UnitRef(slot=name.slot, unit=name.unit)
-            opened = await self._open_entry(contract)
-            if isinstance(opened, str):
-                del self._announced[name]
-                self._pins.pop(name, None)
-                self._asked[name] = self._asked.get(name, 0) + 1
-                if self._asked[name] > 1:
-                    raise ServerError("ENTRY_MISSING", f"an entry was {opened} twice", item=self._items.get(name.slot))
-                responses.append(dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=ref, cause=opened)))
-                continue
-            await self._model.run(self._model.engine.attach, self._sequence, name, opened)
-            await self._unpin(name)
-            attached.units.append(ref)
-        if attached.units:
-            responses.append(dpb.DecodeResponse(attached=attached))
-        return responses
-
-    async def _open_entry(self, contract: Contract) -> Tensor | str:
-        """An entry's payload, verified; or why it is to be encoded again. A doubtful one is forgotten by the store."""
-        sealed = await self._model.store.get(contract.key)
-        if sealed is None:
-            return "absent"
-        opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
-        if isinstance(opened, str):
-            await self._model.store.discard(contract.key)
-            return "digest" if opened in ("header", "size", "tag") else "contract"
-        return opened
-
-    async def _unpin(self, name: UnitName) -> None:
-        if name in self._pins:
-            await self._model.store.release(*self._pins.pop(name))
 
     async def _compute(self) -> bool:
         """One step, if any row can be computed or token drawn. The last row laid waits until it is known to be last."""

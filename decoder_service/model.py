@@ -105,7 +105,7 @@ class DecoderModel:
         if need.pages > held.pages or (need.visual > held.visual and not grow):
             raise ServerError(
                 "FEATURE_COUNT_MISMATCH",
-                f"{need.visual} visual tokens and {need.pages} pages are laid, {held.visual} and {held.pages} were admitted",
+                f"{need.visual} visual tokens, {need.pages} pages are laid; admitted: {held.visual}, {held.pages}",
                 facts={"got": need.visual, "needed": held.visual},
             )
         free = self.engine.extents.total - sum(room.visual for room in self._reserved.values())

@@ -54,14 +54,17 @@ class Tensors(Mapping[str, Tensor]):
         self._shards: dict[str, safe_open] = {}  # by tensor name; a shard stays mapped while this object lives
         problems = []
         for file in sorted(set(promised.values())) if promised is not None else [single.name]:
-            if not file or file == ".." or Path(file).name != file:
+            if file in ("", "..") or Path(file).name != file:
                 problems.append(f"{index.name} names a file outside the folder")
+                continue
+            if not file.isprintable() or len(file) > 255:
+                problems.append(f"{index.name} names {shown(file)}, which no file is called")
                 continue
             try:
                 shard = safe_open(directory / file, framework="pt")
                 held = set(shard.keys())
-            except (OSError, SafetensorError, ValueError) as error:  # ValueError: no name a file can have
-                problems.append(f"{shown(file)} cannot be read ({type(error).__name__})")
+            except (OSError, SafetensorError) as error:
+                problems.append(f"{file} cannot be read ({type(error).__name__})")
                 continue
             wanted = held if promised is None else {name for name, place in promised.items() if place == file}
             problems += [f"{file} lacks {name}, which {index.name} promises" for name in sorted(wanted - held)]

@@ -29,6 +29,7 @@ class LiveTimeline:
         self._requests: asyncio.Queue[dpb.DecodeRequest | None] = asyncio.Queue()
         self._model = model
         self._frames = 0
+        self._event = 0
         self.laid: dict[int, int] = {}
         self.visible: list[pb.Visible] = []
 
@@ -53,6 +54,7 @@ class LiveTimeline:
         """Appends a frame and returns the ids drawn until the model is silent again."""
         slot = self._frames
         self._frames += 1
+        event = self._next_event()
         engine = self._service.encoder
         grid = (rgb.shape[0] // 16, rgb.shape[1] // 16)
         tokens = engine.processor.unit_layout(grid).vision_tokens
@@ -69,19 +71,24 @@ class LiveTimeline:
         )
         slots = [dpb.Slot(slot=slot, kind=pb.MEDIA_KIND_FRAME)]
         for request in (
-            dpb.DecodeRequest(append=dpb.DecodeAppend(event=slot + 1, slot=slot, slots=slots)),
+            dpb.DecodeRequest(append=dpb.DecodeAppend(event=event, slot=slot, slots=slots)),
             dpb.DecodeRequest(sized=dpb.DecodeSized(slot=slot, revision=1, final=True, units=[unit])),
             dpb.DecodeRequest(ready=dpb.DecodeReady(slot=slot, unit=0, entry=entry)),
         ):
             self._requests.put_nowait(request)
-        return await self.until_silent(after_event=slot + 1)
+        return await self.until_silent(after_event=event)
 
-    async def say(self, text: str, event: int) -> None:
-        """Appends a user turn."""
-        append = dpb.DecodeAppend(event=event)
+    def _next_event(self) -> int:
+        self._event += 1
+        return self._event
+
+    async def say(self, text: str) -> list[int]:
+        """Appends a user turn and returns the ids drawn until the model is silent."""
+        append = dpb.DecodeAppend(event=self._next_event())
         append.turn.role = pb.ROLE_USER
         append.turn.parts.add(text=text)
         self._requests.put_nowait(dpb.DecodeRequest(append=append))
+        return await self.until_silent(after_event=append.event)
 
     async def until_silent(self, *, after_event: int = 0) -> list[int]:
         ids: list[int] = []
@@ -97,8 +104,12 @@ class LiveTimeline:
                 return ids
         raise AssertionError("the timeline ended")
 
-    async def drop(self, first_visible: int, event: int) -> None:
-        drop = dpb.DecodeDrop(event=event, first_visible=first_visible)
+    def send(self, request: dpb.DecodeRequest) -> None:
+        """Sends any message, for tests of broken callers."""
+        self._requests.put_nowait(request)
+
+    def drop(self, first_visible: int) -> None:
+        drop = dpb.DecodeDrop(event=self._next_event(), first_visible=first_visible)
         self._requests.put_nowait(dpb.DecodeRequest(drop=drop))
 
     async def close(self) -> list[dpb.DecodeResponse]:

@@ -53,7 +53,7 @@ async def test_what_is_appended_is_laid_after_what_was_drawn_and_visibility_grow
                 await live.show(digits.frame(pool[i][0], rng), float(i))
             assert sorted(live.laid.values()) == list(live.laid.values()), "each append lies behind the one before"
             assert [v.count for v in live.visible][-3:] == [1, 2, 3]
-            await live.drop(2, event=100)
+            live.drop(2)
             await live.show(digits.frame(pool[3][0], rng), 3.0)
             assert (live.visible[-1].first, live.visible[-1].count) == (2, 4)
             finished = (await live.close())[-1].finished

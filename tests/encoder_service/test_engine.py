@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from chiasm.attention.backend import VarlenAttention
 from chiasm.cache.entry import Contract, open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.store import Lease
-from chiasm.errors import Overloaded, ServerError
+from chiasm.errors import Overloaded, ServerError, Unavailable
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
 from chiasm.models.registry import Model, find
@@ -199,3 +200,63 @@ async def test_an_entry_larger_than_the_store_is_refused_at_once(model: Model) -
         with pytest.raises(Overloaded) as caught:
             await e.announce(frame(9), plan(model), root=ROOT, lease=Lease.of(60))
         assert caught.value.reason == "CACHE_FULL" and not caught.value.retryable
+
+
+async def test_the_pins_of_callers_that_left_are_not_kept(model: Model) -> None:
+    """The leader leaves while a follower waits; and callers leave just when the entry has come."""
+    async with engine(model) as e:
+        with held(e):
+            tasks = [
+                asyncio.create_task(e.announce(frame(11), plan(model), root=ROOT, lease=Lease.of(60))) for _ in "ab"
+            ]
+            await until(lambda: e.counts.joined_units == 1)
+            tasks[0].cancel()
+            await asyncio.sleep(0.01)
+        follower = await tasks[1]
+        assert follower.contract is not None
+        pinned = e.store.stats().pinned_bytes
+        assert pinned > 0, "the follower's own pin"
+        await e.store.discard(follower.contract.key)
+
+        tasks = [
+            asyncio.create_task(e.announce(frame(12), plan(model), root=ROOT, lease=Lease.of(60))) for _ in range(6)
+        ]
+        await until(lambda: e.store.stats().puts == 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert e.store.stats().pinned_bytes == 0
+
+
+async def test_a_unit_that_breaks_the_model_fails_alone_and_not_its_batch(model: Model) -> None:
+    async with engine(model) as e:
+        encode = e.half.encode
+
+        def picky(frames: Sequence[torch.Tensor], attention: VarlenAttention) -> list[torch.Tensor]:
+            if any(tuple(f.shape) == (3, 128, 128) for f in frames):
+                raise MemoryError("no room for that one")
+            return encode(frames, attention)
+
+        e.half.encode = picky  # type: ignore[method-assign]
+        with held(e):
+            sizes = [(64, 64), (128, 128), (64, 96)]
+            tasks = [
+                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
+                for i, size in enumerate(sizes)
+            ]
+            await until(lambda: e.in_flight == 3)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(result, MemoryError) for result in results] == [False, True, False]
+        assert e.counts.encoded_units == 2 and e.in_flight == 0
+
+
+async def test_closing_fails_what_is_on_its_way(model: Model) -> None:
+    async with engine(model) as e:
+        with held(e):
+            task = asyncio.create_task(e.announce(frame(13), plan(model), root=ROOT, lease=Lease.of(1)))
+            await until(lambda: e.in_flight == 1)
+            closing = asyncio.create_task(e.close())
+            with pytest.raises(Unavailable) as caught:
+                await task
+        await closing
+    assert caught.value.reason == "DRAINING" and caught.value.retryable

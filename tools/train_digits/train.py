@@ -68,7 +68,7 @@ def encode(encoder: MossVLEncoder, frames_n3hw: Tensor) -> Tensor:
 
 
 def logits_of(decoder: MossVLDecoder, entry: Tensor, batch: Batch) -> Tensor:
-    """(taught rows, vocabulary) logits of a batch and the entry of its frames before rotation. It may have no frames."""
+    """(taught rows, vocabulary) logits of a batch, given its frames' entry before rotation, which may hold no frame."""
     count = len(batch.ids_bt)
     sees = (batch.boundaries_bt2[..., 1] > batch.boundaries_bt2[..., 0]).flatten() if entry.shape[3] else None
     cross = [] if sees is None else cross_of(decoder.place(entry, batch.key_positions_3s), count)

@@ -1,0 +1,138 @@
+"""The entries of one timeline: held against what was sized, verified, attached where their units are laid, unpinned.
+
+Right keys and values or none: an entry that is absent or doubtful is asked for once more and never used. It knows
+stores and contracts, no text and no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from chiasm.cache import wire
+from chiasm.cache.entry import Contract, EntryKey, Form, open_entry, tag_secret
+from chiasm.errors import ServerError
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.timeline import UnitName
+from decoder_service.model import DecoderModel
+from decoder_service.sequence import DecodeSequence
+
+
+class Attaching:
+    """Entries announced to one sequence.
+
+    Args:
+        root: the tenant's root, under which its entries are tagged.
+        item_of: the path of a slot's medium in the caller's request, for errors.
+    """
+
+    def __init__(
+        self, model: DecoderModel, sequence: DecodeSequence, *, root: bytes, item_of: Callable[[int], str | None]
+    ) -> None:
+        self._model = model
+        self._sequence = sequence
+        self._secret = tag_secret(model.workers_secret, root)
+        self._item_of = item_of
+        self._announced: dict[UnitName, Contract] = {}
+        self._pins: dict[UnitName, tuple[EntryKey, bytes]] = {}  # entries and leases that are not given back yet
+        self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
+
+    def announce(self, ready: dpb.DecodeReady) -> None:
+        """Remembers what an entry is.
+
+        Raises ServerError FEATURE_COUNT_MISMATCH, with both numbers, for one that is not what was sized or not what
+        this model reads.
+        """
+        name = UnitName(ready.slot, ready.unit)
+        sized = self._sequence.sized(ready.slot)
+        if sized is None or ready.unit >= len(sized.grids):
+            raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
+        contract = wire.read(ready.entry, sized.grids[ready.unit])
+        needed = self._needed(contract.key, contract.grid)
+        if contract != needed:
+            raise ServerError(
+                "FEATURE_COUNT_MISMATCH",
+                f"an entry of shape {contract.shape} came where {needed.shape} is needed",
+                item=self._item_of(ready.slot),
+                facts={"got": contract.shape[3], "needed": needed.shape[3]},
+            )
+        self._announced[name] = contract
+        self._pins[name] = (contract.key, ready.entry.lease.lease_id)
+
+    async def resized(self, slot: int) -> None:
+        """Takes back whatever no longer fits a slot that was sized anew. What merely moved is attached again."""
+        sized = self._sequence.sized(slot)
+        grids = [] if sized is None else sized.grids
+        for name, contract in list(self._announced.items()):
+            if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != contract.grid):
+                del self._announced[name]
+                await self._unpin(name)
+        # In the device's thread, where extents are taken and given back.
+        await self._model.run(self._model.engine.detach_moved, self._sequence)
+
+    async def attach(self) -> list[dpb.DecodeResponse]:
+        """Attaches every announced unit that is laid and not attached. Returns what there is to tell of them.
+
+        Raises ServerError ENTRY_MISSING for an entry that is not to be had at the second try either.
+        """
+        responses = []
+        attached = dpb.DecodeAttached()
+        for name, contract in list(self._announced.items()):
+            if self._sequence.attached(name) or self._sequence.timeline.find(name) is None:
+                continue
+            ref = pb.UnitRef(slot=name.slot, unit=name.unit)
+            opened = await self._open(contract)
+            if isinstance(opened, str):
+                self._ask_again(name, opened)
+                responses.append(dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=ref, cause=opened)))
+                continue
+            await self._model.run(self._model.engine.attach, self._sequence, name, opened)
+            await self._unpin(name)
+            attached.units.append(ref)
+        if attached.units:
+            responses.append(dpb.DecodeResponse(attached=attached))
+        return responses
+
+    async def close(self, unread: Iterable[pb.Entry]) -> None:
+        """Gives back every pin, those of announcements that nobody read any more too."""
+        pins = [*self._pins.values(), *((entry.key, entry.lease.lease_id) for entry in unread)]
+        for key, lease_id in pins:
+            await self._model.store.release(key, lease_id)
+
+    def _needed(self, key: EntryKey, grid: tuple[int, int]) -> Contract:
+        half = self._model.engine.half
+        shape = half.entry_shape
+        tokens = self._model.engine.processor.unit_layout(grid).vision_tokens
+        return Contract(
+            key=key,
+            identity=self._model.identity_digest,
+            form=Form.CROSS_KV,
+            dtype=half.dtype,
+            grid=grid,
+            shape=(shape.layers, 2, shape.heads, tokens, shape.dim),
+        )
+
+    def _ask_again(self, name: UnitName, cause: str) -> None:
+        del self._announced[name]
+        self._pins.pop(name, None)
+        self._asked[name] = self._asked.get(name, 0) + 1
+        if self._asked[name] > 1:
+            raise ServerError("ENTRY_MISSING", f"an entry was {cause} twice", item=self._item_of(name.slot))
+
+    async def _open(self, contract: Contract) -> Tensor | str:
+        """An entry's payload, verified; or the cause why it is not. A doubtful one is forgotten by the store."""
+        sealed = await self._model.store.get(contract.key)
+        if sealed is None:
+            return "absent"
+        opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
+        if isinstance(opened, str):
+            await self._model.store.discard(contract.key)
+            return "digest" if opened in ("header", "size", "tag") else "contract"
+        return opened
+
+    async def _unpin(self, name: UnitName) -> None:
+        if name in self._pins:
+            await self._model.store.release(*self._pins.pop(name))
