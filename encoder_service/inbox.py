@@ -59,6 +59,11 @@ class Inbox:
     async def go(self) -> epb.EncodeGo:
         return await self._go
 
+    @property
+    def in_credit(self) -> bool:
+        """Whether `spend` would pass at once."""
+        return self._credit > 0
+
     async def spend(self, count: int) -> None:
         """Waits until any credit is left, and takes `count` bytes. A unit larger than what is left passes all the same:
         it could wait for ever otherwise; what follows waits until the debt is paid."""

@@ -179,6 +179,10 @@ class _Encoding:
                     if wanted and not any(len(came) - 1 in run for run in wanted):
                         continue
                     paused = clock()
+                    if not self._inbox.in_credit:
+                        # Credit comes for what is told; what is done and not told yet would be waited for for ever.
+                        async for ready in announcing.ready(every=True):
+                            yield epb.EncodeResponse(ready=ready)
                     await self._inbox.spend(plan.tokens * engine.bytes_per_token)
                     announcing.start(len(came) - 1, frame.rgb)
                     async for ready in announcing.ready(every=False):

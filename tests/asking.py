@@ -101,6 +101,12 @@ async def running(model: str = "digits", settings: LocalSettings | None = None) 
         await service.close()
 
 
+async def forget(service: LocalService) -> None:
+    """Drops every entry, pinned or not: for tests in which nobody is left who would take a pin back."""
+    for key in service.store.held():
+        await service.store.discard(key)
+
+
 def assert_empty(service: LocalService) -> None:
     """Both pools are whole, nothing is in flight, nothing is pinned."""
     engine = service.decoder.engine

@@ -70,6 +70,10 @@ class MemoryStore:
         for key in [key for key, kept in self._kept.items() if not kept.pinned(now)]:
             self._remove(key)
 
+    def held(self) -> list[EntryKey]:
+        """Every key, least recently used first."""
+        return list(self._kept)
+
     def stats(self) -> StoreStats:
         now = self._clock()
         pinned = sum(kept.sealed.size for kept in self._kept.values() if kept.pinned(now))

@@ -20,7 +20,7 @@ from decoder_service.engine import DecoderEngine
 from decoder_service.sequence import DecodeSequence, Drop
 from decoder_service.servicer import DecoderServicer
 from tests import digits
-from tests.asking import Answer, ask, image, question, running, video
+from tests.asking import Answer, ask, forget, image, question, running, video
 from tests.decoder_service.live import LiveTimeline
 from tests.e2e.test_requests import _cut_last_frames
 
@@ -228,3 +228,4 @@ async def test_a_drop_can_only_hide_more() -> None:
                 live.drop(1)
                 await live.show(digits.frame(cells, rng), 3.0)
         assert caught.value.reason == "UPLOAD_PROTOCOL"
+        await forget(service)

@@ -18,7 +18,7 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 from router.coordinator import Coordinator
 from router.fleet import EncoderCalls, Pair
 from tests import digits
-from tests.asking import Answer, note, question, running, video
+from tests.asking import Answer, forget, note, question, running, video
 from tests.decoder_service.test_entries import Meddling
 from tests.e2e.test_requests import settled
 from tests.encoder_service.test_engine import until
@@ -100,6 +100,7 @@ async def test_a_second_encode_that_brings_nothing_fails_the_request() -> None:
         with pytest.raises(ServerError) as caught:
             await answer(pair, question("Read the digits.", video(clip.path.read_bytes())))
         assert (caught.value.reason, caught.value.item) == ("ENTRY_MISSING", "messages[0].content[1]")
+        await forget(service)
 
 
 @pytest.mark.parametrize("before", ["probed", "sized", "ready", "end"])
