@@ -1,10 +1,12 @@
 """Chiasm: disaggregated serving for vision-language models.
 
-`import chiasm` is light: the SDK is loaded when a name of it is first used, torch never by this package alone.
+`import chiasm` is light: the SDK and the errors are loaded when a name of them is first used, torch never by this
+package alone.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
         AsyncClient,
         AsyncGenerationStream,
         Client,
+        Event,
         Finished,
         Frames,
         FramesVisible,
@@ -20,12 +23,31 @@ if TYPE_CHECKING:
         Image,
         MediaUsage,
         Message,
+        ModelInfo,
         SamplingParams,
+        StageTimes,
         Started,
         TimelineFrame,
         Token,
         Usage,
         Video,
+    )
+    from chiasm.errors import (
+        AuthenticationFailed,
+        Cancelled,
+        CheckpointError,
+        ChiasmError,
+        ConnectionFailed,
+        DeadlineExceeded,
+        IdleTimeout,
+        InvalidRequest,
+        NotFound,
+        Overloaded,
+        PermissionDenied,
+        ServerError,
+        StatusError,
+        Unavailable,
+        Unsupported,
     )
 
 __version__ = "0.1.0"
@@ -33,28 +55,68 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
+    "AuthenticationFailed",
+    "Cancelled",
+    "CheckpointError",
+    "ChiasmError",
     "Client",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "Event",
     "Finished",
     "Frames",
     "FramesVisible",
     "Generation",
     "GenerationStream",
+    "IdleTimeout",
     "Image",
+    "InvalidRequest",
     "MediaUsage",
     "Message",
+    "ModelInfo",
+    "NotFound",
+    "Overloaded",
+    "PermissionDenied",
     "SamplingParams",
+    "ServerError",
+    "StageTimes",
     "Started",
+    "StatusError",
     "TimelineFrame",
     "Token",
+    "Unavailable",
+    "Unsupported",
     "Usage",
     "Video",
     "__version__",
 ]
 
+_ERRORS = frozenset(
+    {
+        "AuthenticationFailed",
+        "Cancelled",
+        "CheckpointError",
+        "ChiasmError",
+        "ConnectionFailed",
+        "DeadlineExceeded",
+        "IdleTimeout",
+        "InvalidRequest",
+        "NotFound",
+        "Overloaded",
+        "PermissionDenied",
+        "ServerError",
+        "StatusError",
+        "Unavailable",
+        "Unsupported",
+    }
+)
+
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        import chiasm.client
-
-        return getattr(chiasm.client, name)
+        return getattr(importlib.import_module("chiasm.errors" if name in _ERRORS else "chiasm.client"), name)
     raise AttributeError(f"module 'chiasm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

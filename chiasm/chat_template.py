@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TypeAlias
 
 import jinja2.sandbox
@@ -48,13 +49,20 @@ CHATML = (
 class ChatTemplate:
     """A compiled template over one tokenizer.
 
+    Templates are Jinja's, in its sandbox, with what those of published checkpoints use: `{% break %}`,
+    `{% continue %}`, `raise_exception(message)` and `strftime_now(format)`, the local time of this server when it
+    renders, as Python's `strftime` writes it. A prompt that shows a clock is another prompt when the clock has moved.
+    (Names and meaning: `transformers.utils.chat_template_utils`.)
+
     Raises CheckpointError if the template cannot be compiled, fails, or loses what is put into it.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, *, where: str = "chat_template") -> None:
         self._tokenizer = tokenizer
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(CHATML if source is None else source)
             self._write([Turn("user", ("probe",))])
@@ -120,3 +128,7 @@ class ChatTemplate:
 
 def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it so
+    return datetime.now().strftime(format)

@@ -7,6 +7,7 @@ the halves but the store: the encoder half holds no language model, the decoder 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -16,10 +17,11 @@ import torch
 
 from chiasm.cache.entry import tenant_root
 from chiasm.cache.memory import MemoryStore
-from chiasm.errors import DeadlineExceeded, NotFound
+from chiasm.errors import ChiasmError, DeadlineExceeded, NotFound
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
-from chiasm.models.registry import Model, find
+from chiasm.models.registry import Model, open_model
+from chiasm.rpc.status import from_status, to_status
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -32,6 +34,8 @@ from router.fleet import Pair
 from router.servicer import RouterServicer
 
 TENANT = "local"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +93,27 @@ class _OnePair:
 
     def choose(self, model: str) -> Pair:
         if model != self._name:
-            raise NotFound("MODEL_NOT_FOUND", f"there is no model {model!r} here")
+            shown = model[:160]
+            raise NotFound(
+                "MODEL_NOT_FOUND",
+                f"there is no model {shown!r} here, only {self._name}",
+                facts={"model": shown, "models": self._name},
+            )
         return self._pair
 
 
 class LocalService:
     """A running system: what the SDK's in-process client talks to. Used from the event loop it was started on.
 
+    Args:
+        asked: another name that requests may call the model by: what it was opened as.
+
     Attributes:
+        name: what the model is called.
         encoder, decoder, store: for those who look inside, tests above all.
     """
 
-    def __init__(self, model: Model, settings: LocalSettings) -> None:
+    def __init__(self, model: Model, settings: LocalSettings, *, asked: str | None = None) -> None:
         device = torch.device(settings.device)
         dtype = settings.dtype or (torch.float32 if device.type == "cpu" else None)
         fingerprint = model.checkpoint.fingerprint
@@ -109,6 +122,7 @@ class LocalService:
         wanted = 4 * decoder_half.max_positions
         per_text, per_visual = token_bytes(decoder_half)
         self.name = model.name
+        self._asked = asked
         self.store = MemoryStore(settings.store_bytes)
         self.encoder = EncoderEngine(
             model.encoder(device=device, dtype=dtype),
@@ -143,20 +157,22 @@ class LocalService:
             decoder=_Decoder(decoder),
             family=family,
             context_limit=self.decoder.context_limit,
-            layers=decoder_half.self_layers + decoder_half.entry_shape.layers,
+            layers=decoder_half.layers_total,
         )
         root = tenant_root(secrets.token_bytes(32), TENANT)
         self.router = RouterServicer(_OnePair(model.name, pair), tenant_root=root)
 
     @classmethod
     async def start(cls, model: str, settings: LocalSettings | None = None) -> LocalService:
-        """Loads a checkpoint: a folder, the name of one that comes with the package, or a hub name (`owner/name`).
+        """Loads a checkpoint: a folder, the name of one that comes with the package, or a hub name (`owner/name`),
+        which is downloaded the first time.
+
+        A folder's model is called by the folder's name, one from the hub by its hub name. Requests may also call it
+        `model`, as it was given here.
 
         Raises CheckpointError for one that cannot be served.
         """
-        return await asyncio.to_thread(
-            lambda: cls(Model(find(model, download="/" in model)), settings or LocalSettings())
-        )
+        return await asyncio.to_thread(lambda: cls(open_model(model), settings or LocalSettings(), asked=model))
 
     async def generate(
         self,
@@ -166,19 +182,30 @@ class LocalService:
     ) -> AsyncGenerator[rpb.GenerateResponse, None]:
         """The events of an answer; `timeout` seconds bound the whole of it. Closing the generator cancels the request.
 
-        Raises whatever a server would answer, as the classes of `chiasm.errors`.
+        Raises whatever a server would answer, as the classes of `chiasm.errors`. A fault that nobody foresaw is logged
+        with its traceback and raised as a ServerError INTERNAL, as it would come out of a socket.
+
+        A request that names the model as it was opened is given the model's own name in place.
         """
+        if request.model == self._asked:
+            request.model = self.name
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         responses = self.router.Generate(request, None)
         assert isinstance(responses, AsyncGenerator)
         async with aclosing(responses):
             while True:
+                clock = asyncio.timeout_at(end)
                 try:
-                    async with asyncio.timeout_at(end):
+                    async with clock:
                         response = await anext(responses, None)
-                except TimeoutError:
-                    raise DeadlineExceeded(f"the request took longer than {timeout} s") from None
+                except ChiasmError:
+                    raise
+                except Exception as error:  # whatever it is, a caller is told what one behind a socket would be
+                    if isinstance(error, TimeoutError) and clock.expired():
+                        raise DeadlineExceeded(f"the request took longer than {timeout} s") from None
+                    _log.exception("request %s failed", request.request_id)
+                    raise from_status(to_status(error)) from error
                 if response is None:
                     return
                 yield response

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from chiasm.cache import wire
-from chiasm.cache.entry import Contract, EntryKey, Form, open_entry, tag_secret
+from chiasm.cache.entry import Contract, EntryKey, open_entry, tag_secret
 from chiasm.errors import ServerError
+from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import UnitName
@@ -103,16 +104,14 @@ class Attaching:
             await self._model.store.release(key, lease_id)
 
     def _needed(self, key: EntryKey, grid: tuple[int, int]) -> Contract:
-        half = self._model.engine.half
-        shape = half.entry_shape
-        tokens = self._model.engine.processor.unit_layout(grid).vision_tokens
-        return Contract(
+        engine = self._model.engine
+        return contract_of(
+            engine.half.entry_shape,
+            engine.processor,
             key=key,
             identity=self._model.identity_digest,
-            form=Form.CROSS_KV,
-            dtype=half.dtype,
+            dtype=engine.half.dtype,
             grid=grid,
-            shape=(shape.layers, 2, shape.heads, tokens, shape.dim),
         )
 
     def _ask_again(self, name: UnitName, cause: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,15 +57,17 @@ def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Opt
     if used:
         raise Unsupported("FEATURE_DISABLED", f"sampling.{used[0]} is not served", facts={"field": used[0]})
     if not 0 <= sampling.temperature <= 100:
-        raise _out_of_range("temperature", sampling.temperature, "0 to 100")
+        raise InvalidRequest.out_of_range("temperature", sampling.temperature, "0 to 100")
     if sampling.HasField("max_tokens") and not 1 <= sampling.max_tokens < 2**31:
-        raise _out_of_range("max_tokens", sampling.max_tokens, "1 to 2147483647")
+        raise InvalidRequest.out_of_range("max_tokens", sampling.max_tokens, "1 to 2147483647")
     for name in ("stop_token_ids", "banned_token_ids"):
         for token in getattr(sampling, name):
             if token >= vocabulary:
-                raise _out_of_range(name, token, f"0 to {vocabulary - 1}")
+                raise InvalidRequest.out_of_range(name, token, f"0 to {vocabulary - 1}")
     if len(set(sampling.banned_token_ids)) >= vocabulary:
-        raise _out_of_range("banned_token_ids", len(sampling.banned_token_ids), f"fewer than {vocabulary} ids")
+        raise InvalidRequest.out_of_range(
+            "banned_token_ids", len(sampling.banned_token_ids), f"fewer than {vocabulary} ids"
+        )
     return Options(
         drawing=Drawing(temperature=sampling.temperature, seed=seed),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
@@ -111,7 +112,7 @@ def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Pie
 
 def read_turn(turn: pb.Turn, item: str) -> Turn:
     if turn.role not in _ROLES:
-        raise InvalidRequest("FIELD_OUT_OF_RANGE", f"role {turn.role} is not known", item=item)
+        raise InvalidRequest.out_of_range("role", turn.role, "one that is known", item)
     parts: list[str | Slot] = []
     for part in turn.parts:
         which = part.WhichOneof("content")
@@ -137,7 +138,7 @@ def _plain_piece(part: pb.Part, family: Prompt, vocabulary: int, item: str) -> P
     if which == "tokens":
         for i, token in enumerate(part.tokens.ids):
             if token >= vocabulary:
-                raise _out_of_range(f"{item}.ids[{i}]", token, f"0 to {vocabulary - 1}")
+                raise InvalidRequest.out_of_range(f"{item}.ids[{i}]", token, f"0 to {vocabulary - 1}")
             if token in family.banned_ids:
                 raise InvalidRequest(
                     "PLACEHOLDER_MISMATCH",
@@ -180,10 +181,3 @@ def check_slots(pieces: Iterable[Piece], slots: Sequence[dpb.Slot]) -> None:
             f"the prompt places {len(used)} media, {len(named)} came with it",
             facts={"placeholders": len(used), "media": len(named)},
         )
-
-
-def _out_of_range(name: str, value: float, allowed: str) -> InvalidRequest:
-    shown = "NaN" if math.isnan(value) else value
-    return InvalidRequest(
-        "FIELD_OUT_OF_RANGE", f"{name} is {shown}, must be {allowed}", facts={"field": name, "range": allowed}
-    )

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from chiasm.cache.entry import Form, Identity
 from chiasm.cache.store import EntryStore
 from chiasm.errors import InvalidRequest, Overloaded, ServerError
+from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
 from decoder_service.engine import DecoderEngine
 from decoder_service.sequence import DecodeSequence
@@ -42,7 +42,9 @@ class DecoderModel:
         self.prompt = prompt
         self.store = store
         self.workers_secret = workers_secret
-        self.identity = Identity(fingerprint, engine.processor.describe(), Form.CROSS_KV, engine.half.dtype)
+        self.identity = identity_of(
+            engine.half.entry_shape, engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype
+        )
         self.identity_digest = self.identity.digest()
         self.vocabulary = engine.half.vocab_size
         self.context_limit = engine.half.max_positions

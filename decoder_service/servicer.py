@@ -41,10 +41,10 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             name=self._name,
             family=self._family,
             fingerprint=self._model.identity_digest,
-            forms=[pb.ENTRY_FORM_CROSS_KV],
+            forms=[wire.form_code(self._model.identity.form)],
             dtype=wire.dtype_code(engine.half.dtype),
             context_limit=self._model.context_limit,
-            layers=engine.half.self_layers + engine.half.entry_shape.layers,
+            layers=engine.half.layers_total,
             modes=_MODES,
             vocabulary=self._model.vocabulary,
         )

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.cache.entry import Contract, EntryKey, Form, Identity, Sealed, seal, tag_secret, unit_key
+from chiasm.cache.entry import Contract, EntryKey, Sealed, seal, tag_secret, unit_key
 from chiasm.cache.store import EntryStore, Lease
 from chiasm.errors import Overloaded, Unavailable
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
+from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.family import EncoderHalf, MediumPlan, Processor
 
 _RETRY = 0.01
@@ -79,7 +80,7 @@ class EncoderEngine:
         max_patches: int = 16_384,
     ) -> None:
         self.processor = processor
-        self.identity = Identity(fingerprint, processor.describe(), Form.CROSS_KV, half.dtype)
+        self.identity = identity_of(half.entry_shape, processor, fingerprint=fingerprint, dtype=half.dtype)
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
         self.half = half
@@ -100,8 +101,7 @@ class EncoderEngine:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of an entry per vision token."""
-        shape = self.half.entry_shape
-        return shape.layers * 2 * shape.heads * shape.dim * self.half.dtype.itemsize
+        return self.half.entry_shape.bytes_per_token(self.half.dtype)
 
     async def announce(
         self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: Lease, afresh: bool = False
@@ -157,14 +157,13 @@ class EncoderEngine:
         return pixels, unit_key(root, self.identity_digest, plan.grid, [pixels])
 
     def _contract(self, key: EntryKey, plan: MediumPlan) -> Contract:
-        shape = self.half.entry_shape
-        return Contract(
+        return contract_of(
+            self.half.entry_shape,
+            self.processor,
             key=key,
             identity=self.identity_digest,
-            form=Form.CROSS_KV,
             dtype=self.half.dtype,
             grid=plan.grid,
-            shape=(shape.layers, 2, shape.heads, plan.tokens, shape.dim),
         )
 
     async def _wait(self, flight: _Flight, lease: Lease) -> Contract:

@@ -10,10 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from chiasm.errors import InvalidRequest
+from chiasm.rpc.limits import CHUNK_BYTES
 from chiasm.rpc.v1 import encoder_pb2 as epb
-
-MAX_CHUNK = 1 << 20
-"""Bytes of one chunk."""
 
 
 class Inbox:
@@ -109,7 +107,7 @@ class Inbox:
         if which == "chunk" and not self._media.done():
             chunk = request.chunk
             self._size += len(chunk.data)
-            if len(chunk.data) > MAX_CHUNK or chunk.frame >= len(self._pieces):
+            if len(chunk.data) > CHUNK_BYTES or chunk.frame >= len(self._pieces):
                 raise _protocol(f"a chunk has {len(chunk.data)} bytes for frame {chunk.frame}")
             if self._size > self._max_bytes:
                 raise InvalidRequest(

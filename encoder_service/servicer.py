@@ -54,6 +54,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         self.sandbox = sandbox
         self.settings = settings
         self.quarantine = Quarantine()
+        self._form = wire.form_code(engine.identity.form)
         self.limits = limits
         self._replica = pb.Replica(
             replica_id=secrets.token_bytes(16), node_id="local", version=__version__, device=settings.device
@@ -64,7 +65,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             name=self.settings.model,
             family=self.settings.family,
             fingerprint=self.engine.identity_digest,
-            forms=[pb.ENTRY_FORM_CROSS_KV],
+            forms=[self._form],
             dtype=wire.dtype_code(self.engine.identity.dtype),
         )
         limits = epb.EncoderLimits(
@@ -99,8 +100,12 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})
         if opened.uri:
             raise Unsupported("FEATURE_DISABLED", "this worker fetches no media")
-        if opened.form not in (pb.ENTRY_FORM_UNSPECIFIED, pb.ENTRY_FORM_CROSS_KV):
-            raise Unsupported("FEATURE_DISABLED", "this worker announces keys and values only")
+        if opened.HasField("budget"):
+            raise Unsupported("FEATURE_DISABLED", "budget is not served", facts={"field": "budget"})
+        if opened.form not in (pb.ENTRY_FORM_UNSPECIFIED, self._form):
+            raise Unsupported(
+                "FEATURE_DISABLED", "this worker announces another form of entry", facts={"field": "form"}
+            )
 
 
 class _Encoding:

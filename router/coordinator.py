@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from google.rpc.status_pb2 import Status
 
 from chiasm.errors import ServerError, StatusError, Unavailable
+from chiasm.rpc.limits import CHUNK_BYTES
 from chiasm.rpc.status import from_status
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -25,7 +26,6 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
 from router.fleet import Pair
 
-CHUNK_BYTES = 1 << 20
 INITIAL_CREDIT = 64 << 20
 """Bytes of entries a medium may have pinned before any is attached; one unit always passes."""
 

@@ -38,7 +38,8 @@ def check_generate(request: rpb.GenerateRequest) -> None:
     """Raises InvalidRequest, PermissionDenied or Unsupported for a request that cannot be served as it is."""
     _no_unknown_fields(request, "")
     if len(request.request_id) > 128 or not (request.request_id.isascii() and request.request_id.isprintable()):
-        raise _out_of_range("request_id", "at most 128 printable ASCII characters")
+        allowed = "at most 128 printable ASCII characters"
+        raise InvalidRequest.out_of_range("request_id", request.request_id, allowed, "request_id")
     _check_sampling(request.sampling)
     slots = list(_check_prompt(request.prompt))
     if slots != list(range(len(request.media))):
@@ -135,7 +136,7 @@ def _check_prompt(prompt: pb.Prompt) -> Iterator[int]:
 def _check_order(turns: Sequence[pb.Turn] | RepeatedCompositeFieldContainer[pb.Turn]) -> None:
     for i, turn in enumerate(turns):
         if turn.role not in pb.Role.values() or turn.role == pb.ROLE_UNSPECIFIED:
-            raise InvalidRequest("FIELD_OUT_OF_RANGE", f"role {turn.role} is not known", item=f"messages[{i}]")
+            raise InvalidRequest.out_of_range("role", turn.role, "one that is known", f"messages[{i}]")
         if turn.role == pb.ROLE_SYSTEM and i:
             raise InvalidRequest(
                 "MESSAGE_ORDER", "a system turn comes first", item=f"messages[{i}]", facts={"index": i}
@@ -152,7 +153,7 @@ def _check_medium(medium: pb.Media, item: str) -> None:
     if source is None:
         raise InvalidRequest("FIELD_MISSING", "the medium has no source", item=item, facts={"field": "source"})
     if medium.kind not in (pb.MEDIA_KIND_IMAGE, pb.MEDIA_KIND_VIDEO):
-        raise InvalidRequest("FIELD_OUT_OF_RANGE", f"media kind {medium.kind} is not known", item=item)
+        raise InvalidRequest.out_of_range("kind", medium.kind, "an image or a video", item)
     if source == "uri":
         raise PermissionDenied("URL_NOT_ALLOWED", "this server fetches no media", item=item)
     if source == "handle":
@@ -164,10 +165,13 @@ def _check_medium(medium: pb.Media, item: str) -> None:
 def _check_sampling(sampling: pb.SamplingParams) -> None:
     for name, (low, high, allowed) in _RANGES.items():
         # Written so that NaN, which compares false with everything, is refused.
-        if sampling.HasField(name) and not low <= getattr(sampling, name) <= high:  # type: ignore[arg-type]
-            raise _out_of_range(name, allowed)
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
+            raise InvalidRequest.out_of_range(name, value, allowed, name)
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
-        raise _out_of_range("min_tokens", f"at most max_tokens ({sampling.max_tokens})")
+        raise InvalidRequest.out_of_range(
+            "min_tokens", sampling.min_tokens, f"at most max_tokens ({sampling.max_tokens})", "min_tokens"
+        )
 
 
 def _no_unknown_fields(message: Message, path: str) -> None:
@@ -183,9 +187,3 @@ def _no_unknown_fields(message: Message, path: str) -> None:
         inner = f"{path}.{field.name}" if path else field.name
         for i, item in enumerate(value if field.is_repeated else [value]):
             _no_unknown_fields(item, f"{inner}[{i}]" if field.is_repeated else inner)
-
-
-def _out_of_range(name: str, allowed: str) -> InvalidRequest:
-    return InvalidRequest(
-        "FIELD_OUT_OF_RANGE", f"{name} must be {allowed}", item=name, facts={"field": name, "range": allowed}
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, tzinfo
+
 import pytest
 
 from chiasm.chat_template import CHATML, ChatTemplate, Slot, Turn
@@ -77,3 +79,26 @@ def test_a_template_that_fails_over_some_turns_refuses_the_conversation(source: 
         "the model's template refuses this conversation",
     )
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_loops_may_be_left_and_gone_on_with() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    )
+    assert said(ChatTemplate(TOKENIZER, source)) == "x01"
+
+
+def test_a_template_is_told_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls(2001, 2, 3, 4, 5, 6, tzinfo=tz)
+
+    monkeypatch.setattr("chiasm.chat_template.datetime", Clock)
+    source = "{{ strftime_now('%d/%m/%Y ') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert said(ChatTemplate(TOKENIZER, source)) == "03/02/2001 x"
+
+
+def said(template: ChatTemplate) -> str:
+    return TOKENIZER.decode([i for piece in template.render([Turn("user", ("x",))]) for i in piece])  # type: ignore[union-attr]

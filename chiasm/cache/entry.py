@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from hmac import compare_digest
 from typing import TypeAlias
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chiasm.cache.form import Form
 from chiasm.errors import ServerError
 
 EntryKey: TypeAlias = bytes
@@ -29,12 +29,6 @@ FORMAT = 1
 _MAGIC = b"CHSE"
 _HEADER = struct.Struct("<4sHBB32s32s2I5IQ")
 TAG_BYTES = 32
-
-
-class Form(IntEnum):
-    """What the payload holds. `CROSS_KV`: (layers, K|V, heads, tokens, dim), keys normed and not rotated."""
-
-    CROSS_KV = 1
 
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}

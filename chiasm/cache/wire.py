@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from chiasm.cache.entry import Contract, Form
+from chiasm.cache.entry import Contract
+from chiasm.cache.form import Form
 from chiasm.errors import ServerError
 from chiasm.rpc.v1 import common_pb2 as pb
 
@@ -21,6 +22,10 @@ _TYPE_OF = {code: dtype for dtype, code in _TYPES.items()}
 
 def dtype_code(dtype: torch.dtype) -> pb.Dtype.ValueType:
     return _TYPES[dtype]
+
+
+def form_code(form: Form) -> pb.EntryForm.ValueType:
+    return _FORMS[form]
 
 
 def announce(contract: Contract) -> pb.Entry:

@@ -12,6 +12,8 @@ from chiasm import __version__
 from chiasm.cli import demo as demo_verb
 from chiasm.cli.failure import told
 
+MODEL_HELP = "The folder of a checkpoint, the name of one that comes with chiasm, or a hub name (owner/name)."
+
 app = typer.Typer(
     help="Chiasm: disaggregated serving for vision-language models.",
     no_args_is_help=True,
@@ -47,7 +49,7 @@ def demo(
         Path | None, typer.Argument(help="An image or a video. Default: a held-out clip that comes with the model.")
     ] = None,
     question: Annotated[str | None, typer.Option(help="What to ask about it.")] = None,
-    model: Annotated[str, typer.Option(help="A checkpoint that comes with chiasm, or the folder of one.")] = "digits",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "digits",
     json: Annotated[
         bool, typer.Option("--json", help="Prints one JSON object last; what is for people goes to standard error.")
     ] = False,

@@ -31,6 +31,7 @@ from chiasm.client import (
     Video,
 )
 from chiasm.errors import StatusError
+from chiasm.models.finding import name_of
 
 MAX_TOKENS = 128
 """More than any digit clip needs, and an end for a model that would not stop."""
@@ -93,9 +94,10 @@ def run(console: Console, *, file: Path | None, question: str | None, model: str
     Raises ChiasmError, and OSError for a file that cannot be read.
     """
     subject = choose(file, question, model)
-    said = f"{parameters(model_folder(model)) / 1e6:.1f} M parameters"
+    folder = model_folder(model)
+    said = f"{parameters(folder) / 1e6:.1f} M parameters"
     trained = ", trained on real handwritten digits" if model == "digits" else ""
-    console.print(f"chiasm {__version__} · demo · {Path(model).name} ({said}{trained})", style="bold")
+    console.print(f"chiasm {__version__} · demo · {name_of(model, folder)} ({said}{trained})", style="bold")
     began = time.monotonic()
     with Client.in_process(model) as client:
         console.print(_line("loading", "both halves and the cache, in one process", _ms(time.monotonic() - began)))

@@ -67,7 +67,7 @@ def _facts(error: ChiasmError | OSError) -> tuple[str, str, str]:
         what = error.strerror or type(error).__name__
         return what, str(error.filename or "a file"), "give a file that can be read"
     if isinstance(error, CheckpointError):
-        fix = "--model takes digits, or the folder of a checkpoint"
+        fix = "--model takes digits, the folder of a checkpoint, or a hub name (owner/name)"
         return "; ".join(error.problems), error.where, fix
     if isinstance(error, StatusError):
         where = [error.item, error.reason, error.request_id and f"request {error.request_id}"]

@@ -10,12 +10,12 @@ import json
 import re
 import struct
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from chiasm.errors import CheckpointError, InvalidRequest
 from chiasm.media.sniff import may_move, sniff
+from chiasm.models.finding import find, name_of
 
 READ = "Read the digits."
 DESCRIBE = "Describe what you see."
@@ -42,15 +42,15 @@ class Subject:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a checkpoint: one that comes with chiasm, by name, or any.
+    """The folder of a checkpoint, found as `Client.in_process` finds it: any folder, a name that comes with chiasm, or
+    a hub name, which is downloaded the first time.
 
     Raises CheckpointError if there is no checkpoint.
     """
-    shipped = Path(str(files("chiasm"))) / "checkpoints" / model
-    for folder in (Path(model), shipped):
-        if (folder / "config.json").is_file():
-            return folder
-    raise CheckpointError(model, ["is neither a folder with a config.json nor a checkpoint that comes with chiasm"])
+    folder = find(model, download=True)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(model, ["has no config.json"])
+    return folder
 
 
 def parameters(folder: Path) -> int:
@@ -81,7 +81,7 @@ def choose(file: Path | None, question: str | None, model: str) -> Subject:
         clips = sorted(answers.get("clips", ()), key=lambda clip: len(clip["digits"]))
         if not clips:
             raise InvalidRequest(
-                "FIELD_MISSING", f"{folder.name} comes without a clip: name a file", facts={"field": "file"}
+                "FIELD_MISSING", f"{name_of(model, folder)} comes without a clip: name a file", facts={"field": "file"}
             )
         file = folder / "held_out" / clips[-1]["file"]
     question = question or (READ if answers else DESCRIBE)

@@ -19,7 +19,9 @@ from chiasm.client.events import Generation, ModelInfo
 from chiasm.client.loop import LoopThread
 from chiasm.client.stream import AsyncGenerationStream, GenerationStream
 from chiasm.client.transport import Opener, Transport, in_process
-from chiasm.client.types import Content, Message, SamplingParams, out_of_range
+from chiasm.client.types import Content, Message, SamplingParams
+from chiasm.errors import InvalidRequest
+from chiasm.rpc.limits import MAX_SECONDS
 from chiasm.rpc.v1.router_pb2 import GenerateRequest
 
 TIMEOUT = 600.0
@@ -63,7 +65,9 @@ class AsyncClient:
     def in_process(
         cls, model: str = "digits", *, timeout: float | None = TIMEOUT, idle_timeout: float | None = IDLE_TIMEOUT
     ) -> Self:
-        """The whole system in this process, with one model: a shipped checkpoint by name, or the folder of one.
+        """The whole system in this process, with one model: the folder of a checkpoint, the name of one that comes with
+        the package, or a hub name (`owner/name`), which is downloaded the first time. What was given here names the
+        model in calls, and so does the name that `list_models` tells.
 
         Returns at once; the model is loaded when the client is opened.
         """
@@ -205,7 +209,9 @@ class Client:
     def in_process(
         cls, model: str = "digits", *, timeout: float | None = TIMEOUT, idle_timeout: float | None = IDLE_TIMEOUT
     ) -> Self:
-        """The whole system in this process, with one model: a shipped checkpoint by name, or the folder of one.
+        """The whole system in this process, with one model: the folder of a checkpoint, the name of one that comes with
+        the package, or a hub name (`owner/name`), which is downloaded the first time. What was given here names the
+        model in calls, and so does the name that `list_models` tells.
 
         Raises CheckpointError if the model cannot be served, Unsupported if the package was not installed.
         """
@@ -303,5 +309,6 @@ def _turns(content: Content | None, messages: Sequence[Message] | None) -> tuple
 
 def _check_seconds(name: str, value: float | None) -> None:
     # False for NaN too.
-    if value is not None and not 0 < value <= 1e9:
-        raise out_of_range(name, value, "more than 0 and at most 1e9 seconds, or None for no limit")
+    if value is not None and not 0 < value <= MAX_SECONDS:
+        allowed = f"more than 0 and at most {MAX_SECONDS:g} seconds, or None for no limit"
+        raise InvalidRequest.out_of_range(name, value, allowed)

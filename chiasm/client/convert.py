@@ -35,7 +35,6 @@ from chiasm.client.types import (
     SamplingParams,
     Video,
     check_max_tokens,
-    out_of_range,
     parts_of,
 )
 from chiasm.errors import InvalidRequest, ServerError
@@ -91,7 +90,7 @@ def to_request(
         OSError: for a path that cannot be read.
     """
     if not _REQUEST_ID.fullmatch(request_id):
-        raise out_of_range("request_id", ascii(request_id)[:160], "1 to 128 printable ASCII characters")
+        raise InvalidRequest.out_of_range("request_id", request_id, "1 to 128 printable ASCII characters")
     _check_text(model, "model")
     _check_order(messages)
     request = rpb.GenerateRequest(request_id=request_id, model=model)
@@ -212,12 +211,12 @@ def _check_same_size(index: int, first: Raw, picture: Raw) -> None:
 
 
 def _sampling(message: pb.SamplingParams, params: SamplingParams, max_tokens: int | None) -> None:
-    check_max_tokens(max_tokens)
+    most = check_max_tokens(max_tokens)
     if params.temperature is not None:
         message.temperature = params.temperature
     if params.seed is not None:
         message.seed = params.seed
-    most = params.max_tokens if max_tokens is None else max_tokens
+    most = params.max_tokens if most is None else most
     if most is not None:
         message.max_tokens = most
 

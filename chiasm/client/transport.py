@@ -42,7 +42,11 @@ class InProcess(Protocol):
 
     @classmethod
     async def start(cls, model: str) -> Transport:
-        """The whole system in this process, serving a shipped checkpoint by name or one by its folder."""
+        """The whole system in this process, with one model: the folder of a checkpoint, the name of one that comes with
+        the package, or a hub name (`owner/name`). Requests may name the model as it was given here.
+
+        Raises CheckpointError for one that cannot be served.
+        """
         ...
 
 

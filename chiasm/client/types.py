@@ -17,15 +17,12 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_arg
 from chiasm.client import pixels
 from chiasm.client.pixels import Layout
 from chiasm.errors import InvalidRequest
+from chiasm.rpc.limits import MAX_FRAMES, MAX_SECONDS
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
-MAX_SECONDS = 1e9
-"""Times above this (about 30 years) are a unit mistaken, not a recording."""
-
 MAX_TOKENS = 2**31 - 1
-MAX_FRAMES = 100_000
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 
@@ -103,10 +100,9 @@ class Video:
             raise TypeError(f"a Video is an encoded file, not a {type(source).__name__}; give pictures as Frames")
         object.__setattr__(self, "source", source)
         _check_fps(self.fps)
-        least, most = (
-            _whole("min_frames", self.min_frames, 1, MAX_FRAMES),
-            _whole("max_frames", self.max_frames, 1, MAX_FRAMES),
-        )
+        least, most = (_whole(name, getattr(self, name), 1, MAX_FRAMES) for name in ("min_frames", "max_frames"))
+        object.__setattr__(self, "min_frames", least)
+        object.__setattr__(self, "max_frames", most)
         if least is not None and most is not None and least > most:
             raise _conflict(f"min_frames {least} is more than max_frames {most}")
         start, end = (_number(name, getattr(self, name), 0, MAX_SECONDS) for name in ("start", "end"))
@@ -189,7 +185,7 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
-            raise out_of_range("role", repr(self.role), f"one of {', '.join(get_args(Role))}")
+            raise InvalidRequest.out_of_range("role", self.role, f"one of {', '.join(get_args(Role))}")
         object.__setattr__(self, "content", parts_of(self.content))
 
 
@@ -212,8 +208,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0, 100)
-        _whole("seed", self.seed, 0, 2**64 - 1)
-        check_max_tokens(self.max_tokens)
+        object.__setattr__(self, "seed", _whole("seed", self.seed, 0, 2**64 - 1))
+        object.__setattr__(self, "max_tokens", check_max_tokens(self.max_tokens))
 
 
 def parts_of(content: Content) -> tuple[Part, ...]:
@@ -231,16 +227,10 @@ def parts_of(content: Content) -> tuple[Part, ...]:
     return parts
 
 
-def check_max_tokens(value: int | None) -> None:
-    """Raises InvalidRequest FIELD_OUT_OF_RANGE unless None or from 1 to 2**31 - 1."""
-    _whole("max_tokens", value, 1, MAX_TOKENS)
-
-
-def out_of_range(field: str, value: object, allowed: str) -> InvalidRequest:
-    """FIELD_OUT_OF_RANGE, with the field, its value and what would be allowed."""
-    return InvalidRequest(
-        "FIELD_OUT_OF_RANGE", f"{field} is {value}, must be {allowed}", facts={"field": field, "range": allowed}
-    )
+def check_max_tokens(value: int | None) -> int | None:
+    """`value` as a plain int. Raises InvalidRequest FIELD_OUT_OF_RANGE unless None or from 1 to 2**31 - 1, TypeError
+    for what is no whole number; True and False are none."""
+    return _whole("max_tokens", value, 1, MAX_TOKENS)
 
 
 def _conflict(message: str) -> InvalidRequest:
@@ -249,8 +239,8 @@ def _conflict(message: str) -> InvalidRequest:
 
 def _number(name: str, value: float | None, low: float, high: float) -> float | None:
     # Written so that NaN, which is in no order with anything, is out of range.
-    if value is not None and not low <= _float(name, value) <= high:
-        raise out_of_range(name, value, f"from {low:g} to {high:g}")
+    if value is not None and not low <= (number := _float(name, value)) <= high:
+        raise InvalidRequest.out_of_range(name, number, f"from {low:g} to {high:g}")
     return value
 
 
@@ -258,16 +248,18 @@ def _whole(name: str, value: int | None, low: int, high: int) -> int | None:
     if value is None:
         return None
     try:
+        if isinstance(value, bool):
+            raise TypeError
         whole = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, not {value!r}") from None
     if not low <= whole <= high:
-        raise out_of_range(name, value, f"from {low} to {high}")
+        raise InvalidRequest.out_of_range(name, whole, f"from {low} to {high}")
     return whole
 
 
 def _float(name: str, value: object) -> float:
-    if isinstance(value, str | bytes):
+    if isinstance(value, str | bytes | bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:
         return float(value)  # type: ignore[arg-type]
@@ -276,8 +268,8 @@ def _float(name: str, value: object) -> float:
 
 
 def _check_fps(value: float | None) -> None:
-    if value is not None and not 0 < _float("fps", value) <= 1000:
-        raise out_of_range("fps", value, "more than 0, at most 1000")
+    if value is not None and not 0 < (fps := _float("fps", value)) <= 1000:
+        raise InvalidRequest.out_of_range("fps", fps, "more than 0, at most 1000")
 
 
 def _times(values: Iterable[float]) -> tuple[float, ...]:
@@ -292,6 +284,6 @@ def _times(values: Iterable[float]) -> tuple[float, ...]:
                 facts={"index": index},
             )
         if time > MAX_SECONDS:
-            raise out_of_range(f"timestamps[{index}]", f"{time:g}", f"at most {MAX_SECONDS:g} seconds")
+            raise InvalidRequest.out_of_range(f"timestamps[{index}]", time, f"at most {MAX_SECONDS:g} seconds")
         before = time
     return times

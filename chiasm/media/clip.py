@@ -42,7 +42,7 @@ def failed(codec: str, got: int, claimed: int | None = None) -> InvalidRequest:
     if claimed is not None:
         facts["frames_claimed"] = claimed
     of = "" if claimed is None else f" of {claimed}"
-    return InvalidRequest("MEDIA_DECODE_FAILED", f"The video is damaged: {got}{of} frames decoded.", facts=facts)
+    return InvalidRequest("MEDIA_DECODE_FAILED", f"the video is damaged: {got}{of} frames decoded", facts=facts)
 
 
 def _refuse_other_files(*_: Any, **__: Any) -> Any:
@@ -91,7 +91,7 @@ def moving(container: InputContainer) -> list[VideoStream]:
 def _default_stream(container: InputContainer) -> VideoStream:
     streams = moving(container)
     if not streams:
-        raise InvalidRequest("NO_VIDEO_STREAM", "The file has no video stream.")
+        raise InvalidRequest("NO_VIDEO_STREAM", "the file has no video stream")
     return next((stream for stream in streams if stream.disposition & Disposition.default), streams[0])
 
 
@@ -108,7 +108,7 @@ def _check_codec(stream: VideoStream) -> None:
         codec = "encrypted"
     if codec not in CODECS:
         raise InvalidRequest(
-            "MEDIA_UNSUPPORTED", f"The video codec ({codec}) is not among those decoded.", facts={"codec": codec}
+            "MEDIA_UNSUPPORTED", f"the video codec ({codec}) is not among those decoded", facts={"codec": codec}
         )
 
 

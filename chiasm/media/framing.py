@@ -17,6 +17,9 @@ PREFIX = struct.Struct(">I")
 # A job's header lists at most `Limits.max_listed_frames` raw layouts of some 60 bytes each; the rest is far smaller.
 MAX_HEADER = 2**20
 
+# Exit status of a worker that could not be confined and therefore reads nothing. Python's own failures have 1 and 2.
+UNCONFINED = 77
+
 
 class BrokenFrame(ValueError):
     """The other end did not speak this protocol. Between the two halves of one program that means a broken process."""

@@ -27,7 +27,7 @@ _LATE_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 def failed(found: str) -> InvalidRequest:
     """The refusal of a picture that its reader could not read to the end."""
-    return InvalidRequest("MEDIA_DECODE_FAILED", f"The {found} file is damaged or cut short.", facts={"found": found})
+    return InvalidRequest("MEDIA_DECODE_FAILED", f"the {found} file is damaged or cut short", facts={"found": found})
 
 
 def open_picture(data: bytes, found: str, limits: Limits) -> Image.Image:

@@ -43,11 +43,11 @@ def check(source: MediaSource, limits: Limits) -> tuple[Found, ...]:
 
 def _check_bytes(size: int, limits: Limits) -> None:
     if size == 0:
-        raise InvalidRequest("MEDIA_EMPTY", "The medium has no bytes.")
+        raise InvalidRequest("MEDIA_EMPTY", "the medium has no bytes")
     if size > limits.max_bytes:
         raise InvalidRequest(
             "MEDIA_TOO_LARGE",
-            f"The medium has {size} bytes, at most {limits.max_bytes} are taken.",
+            f"the medium has {size} bytes, at most {limits.max_bytes} are taken",
             facts={"bytes": size, "limit": limits.max_bytes},
         )
 
@@ -58,7 +58,7 @@ def _check_kind(kind: Kind, found: Found, data: bytes, limits: Limits) -> None:
     if kind == "image" and found.group != "image":
         raise _mismatch(kind, found)
     if kind == "video" and found.group == "audio":
-        raise InvalidRequest("NO_VIDEO_STREAM", "The file has no video stream.", facts={"found": found.name})
+        raise InvalidRequest("NO_VIDEO_STREAM", "the file has no video stream", facts={"found": found.name})
     if kind == "video" and found.group == "image" and not may_move(found.name, data):
         raise _mismatch(kind, found)
 
@@ -66,16 +66,16 @@ def _check_kind(kind: Kind, found: Found, data: bytes, limits: Limits) -> None:
 def unsupported(found: str) -> InvalidRequest:
     """The refusal of a format that is not on the allow-list."""
     if found in ("HEIC", "HEIF"):
-        message = f"{found} pictures are not read here: no reader for them is installed. Convert to JPEG or PNG."
+        message = f"{found} pictures are not read here, no reader for them is installed; convert to JPEG or PNG"
         return InvalidRequest("MEDIA_UNSUPPORTED", message, facts={"found": found, "extra": "heif"})
-    message = "The format is unknown." if found == "unknown" else f"{found} is not among the formats that are read."
+    message = "the format is unknown" if found == "unknown" else f"{found} is not among the formats that are read"
     return InvalidRequest("MEDIA_UNSUPPORTED", message, facts={"found": found})
 
 
 def _mismatch(kind: Kind, found: Found) -> InvalidRequest:
     return InvalidRequest(
         "MEDIA_TYPE_MISMATCH",
-        f"The request says {kind}, the content is {found.name} ({found.group}).",
+        f"the request says {kind}, the content is {found.name} ({found.group})",
         facts={"declared": kind, "found": found.name},
     )
 
@@ -84,7 +84,7 @@ def too_many_pixels(pixels: int, limits: Limits) -> InvalidRequest:
     """The refusal of a picture or video frame with more than `limits.max_pixels` pixels."""
     return InvalidRequest(
         "MEDIA_TOO_LARGE",
-        f"A picture has {pixels} pixels, at most {limits.max_pixels} are taken.",
+        f"a picture has {pixels} pixels, at most {limits.max_pixels} are taken",
         facts={"pixels": pixels, "limit": limits.max_pixels},
     )
 
@@ -94,7 +94,7 @@ def check_frames(count: int, limits: Limits) -> None:
     if count > limits.max_video_frames:
         raise InvalidRequest(
             "MEDIA_TOO_LARGE",
-            f"The video has {count} frames or more, at most {limits.max_video_frames} are taken.",
+            f"the video has {count} frames or more, at most {limits.max_video_frames} are taken",
             facts={"frames": count, "limit": limits.max_video_frames},
         )
 
@@ -104,7 +104,7 @@ def check_seconds(seconds: float, limits: Limits) -> None:
     if not seconds <= limits.max_video_seconds:
         raise InvalidRequest(
             "MEDIA_TOO_LARGE",
-            f"The video lasts {seconds:.3f} s or more, at most {limits.max_video_seconds:g} s are taken.",
+            f"the video lasts {seconds:.3f} s or more, at most {limits.max_video_seconds:g} s are taken",
             facts={"seconds": seconds, "limit": limits.max_video_seconds},
         )
 
@@ -117,7 +117,7 @@ def _check_claimed(name: str, data: bytes, limits: Limits) -> None:
     if width == 0 or height == 0:
         raise InvalidRequest(
             "MEDIA_DECODE_FAILED",
-            f"The picture claims {width} x {height} pixels.",
+            f"the picture claims {width} x {height} pixels",
             facts={"width": width, "height": height},
         )
     if width * height > limits.max_pixels:
@@ -128,12 +128,12 @@ def _check_list(source: MediaSource, limits: Limits) -> tuple[Found, ...]:
     frames = source.frames
     assert frames is not None
     if not frames:
-        raise InvalidRequest("NO_FRAMES", "The list of frames is empty.")
+        raise InvalidRequest("NO_FRAMES", "the list of frames is empty")
     limit = 1 if source.kind == "image" else limits.max_listed_frames
     if len(frames) > limit:
         raise InvalidRequest(
             "TOO_MANY_ITEMS",
-            f"{len(frames)} frames are listed, at most {limit} are taken.",
+            f"{len(frames)} frames are listed, at most {limit} are taken",
             facts={"got": len(frames), "limit": limit},
         )
     sizes = [len(frame.data if isinstance(frame, RawFrame) else frame) for frame in frames]
@@ -166,7 +166,7 @@ def check_same_size(index: int, first: tuple[int, int], size: tuple[int, int]) -
     if size != first:
         raise InvalidRequest(
             "FRAME_LAYOUT",
-            f"Frame {index} is {size[1]} x {size[0]} pixels, the first is {first[1]} x {first[0]}.",
+            f"frame {index} is {size[1]} x {size[0]} pixels, the first is {first[1]} x {first[0]}",
             facts={
                 "index": index,
                 "height": size[0],
@@ -187,7 +187,7 @@ def check_raw(frame: RawFrame, limits: Limits) -> None:
     if not (height >= 1 and width >= 1):
         raise InvalidRequest(
             "FIELD_OUT_OF_RANGE",
-            f"A raw frame of {width} x {height} pixels; both must be at least 1.",
+            f"a raw frame of {width} x {height} pixels, both must be at least 1",
             facts={"height": height, "width": width, "limit": 1},
         )
     if height * width > limits.max_pixels:
@@ -195,14 +195,14 @@ def check_raw(frame: RawFrame, limits: Limits) -> None:
     if channels not in (1, 3, 4):
         raise InvalidRequest(
             "FRAME_LAYOUT",
-            f"A raw frame of {channels} channels; 1 (grey), 3 (RGB) or 4 (RGBA) are taken.",
+            f"a raw frame of {channels} channels; 1 (grey), 3 (RGB) or 4 (RGBA) are taken",
             facts={"channels": channels},
         )
     expected = height * width * channels
     if len(frame.data) != expected:
         raise InvalidRequest(
             "FRAME_LAYOUT",
-            f"{height} x {width} x {channels} takes {expected} bytes, {len(frame.data)} came.",
+            f"{height} x {width} x {channels} takes {expected} bytes, {len(frame.data)} came",
             facts={"expected": expected, "got": len(frame.data)},
         )
 
@@ -216,13 +216,13 @@ def _check_offsets(source: MediaSource, limits: Limits) -> None:
         # A time that nobody gave would be invented, and the model would be told it as a fact.
         raise InvalidRequest(
             "FIELD_MISSING",
-            "A list of frames needs a time for each of them.",
+            "a list of frames needs a time for each of them",
             facts={"field": "timestamps or fps"},
         )
     if len(offsets) != len(frames):
         raise InvalidRequest(
             "TIMESTAMPS_INVALID",
-            f"{len(frames)} frames came with {len(offsets)} times.",
+            f"{len(frames)} frames came with {len(offsets)} times",
             facts={"frames": len(frames), "timestamps": len(offsets)},
         )
     last = -math.inf
@@ -230,13 +230,13 @@ def _check_offsets(source: MediaSource, limits: Limits) -> None:
         if not (math.isfinite(offset) and offset >= 0 and offset > last):
             raise InvalidRequest(
                 "TIMESTAMPS_INVALID",
-                f"The time of frame {index} is not a finite number of at least 0 that is greater than the one before.",
+                f"the time of frame {index} is not a finite number of at least 0 that is greater than the one before",
                 facts={"index": index},
             )
         if not offset <= MAX_OFFSET:
             raise InvalidRequest(
                 "FIELD_OUT_OF_RANGE",
-                f"The time of frame {index} is {offset:g} s, at most {MAX_OFFSET:g} s make sense.",
+                f"the time of frame {index} is {offset:g} s, at most {MAX_OFFSET:g} s make sense",
                 facts={"index": index, "seconds": offset, "limit": MAX_OFFSET},
             )
         last = offset

@@ -177,8 +177,12 @@ class Worker:
 
 
 def _environment() -> dict[str, str]:
-    """What Python needs to find this library, and one thread for every library that would start more."""
-    path = [str(Path(chiasm.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Where this process looks for modules, and one thread for every library that would start more.
+
+    Nothing else of the parent's environment reaches a worker.
+    """
+    home = str(Path(chiasm.__file__).parent.parent)  # an editable installation is found without being in the list
+    path = dict.fromkeys([*(os.path.abspath(entry) for entry in sys.path if entry), home])
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONDONTWRITEBYTECODE": "1",

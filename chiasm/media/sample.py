@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chiasm.errors import InvalidRequest
-
-MAX_FRAMES = 100_000
-"""More frames of one video than any family takes."""
+from chiasm.rpc.limits import MAX_FRAMES, MAX_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +44,15 @@ class SamplingOptions:
     def check(self) -> None:
         """Raises InvalidRequest for a value out of range or two options that contradict each other."""
         if self.fps is not None and not (0 < self.fps <= 1000):
-            raise _out_of_range("fps", self.fps, "more than 0, at most 1000")
+            raise InvalidRequest.out_of_range("fps", self.fps, "more than 0, at most 1000")
         for name, value in (("min_frames", self.min_frames), ("max_frames", self.max_frames)):
             if value is not None and not 1 <= value <= MAX_FRAMES:
-                raise _out_of_range(name, value, f"1 to {MAX_FRAMES}")
+                raise InvalidRequest.out_of_range(name, value, f"1 to {MAX_FRAMES}")
         if self.min_frames is not None and self.max_frames is not None and self.min_frames > self.max_frames:
             raise _conflict(f"min_frames {self.min_frames} is more than max_frames {self.max_frames}")
         for name, seconds in (("start", self.start), ("end", self.end)):
-            if seconds is not None and not 0 <= seconds <= 1e9:
-                raise _out_of_range(name, seconds, "0 to 1e9 seconds")
+            if seconds is not None and not 0 <= seconds <= MAX_SECONDS:
+                raise InvalidRequest.out_of_range(name, seconds, f"0 to {MAX_SECONDS:g} seconds")
         if self.start is not None and self.end is not None and self.start >= self.end:
             raise _conflict(f"start {self.start} is not before end {self.end}")
         chosen = (self.fps, self.min_frames, self.max_frames, self.start, self.end)
@@ -146,16 +144,10 @@ def _on_show(offsets: Sequence[float], times: Sequence[float]) -> list[int]:
 def _check_times(times: Sequence[float]) -> None:
     for i, time in enumerate(times):
         before = times[i - 1] if i else -1.0
-        if not (0 <= time <= 1e9 and time > before):
+        if not (0 <= time <= MAX_SECONDS and time > before):
             raise InvalidRequest(
                 "TIMESTAMPS_INVALID", f"timestamp {i} is {time}, times must grow from 0", facts={"index": i}
             )
-
-
-def _out_of_range(name: str, value: float, allowed: str) -> InvalidRequest:
-    return InvalidRequest(
-        "FIELD_OUT_OF_RANGE", f"{name} is {value}, must be {allowed}", facts={"field": name, "range": allowed}
-    )
 
 
 def _conflict(message: str) -> InvalidRequest:

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
 
-from chiasm.errors import InvalidRequest, StatusError
-from chiasm.media import raw
+from chiasm.errors import InvalidRequest, ServerError, StatusError
+from chiasm.media import framing, raw
 from chiasm.media.open import check
 from chiasm.media.process import Died, Worker, message
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
@@ -78,6 +78,7 @@ class Sandbox:
             InvalidRequest: the medium is at fault; `item` names it. Reasons: those of `chiasm.media.open.check`, and
                 MEDIA_DECODE_FAILED, MEDIA_UNSUPPORTED, NO_FRAMES, NO_VIDEO_STREAM, POISON_INPUT (the worker died of
                 it, twice).
+            ServerError: MEDIA_UNCONFINED, a worker could not give up what it must and has read nothing.
         """
         try:
             check(source, self._limits)
@@ -102,7 +103,7 @@ class Sandbox:
         indices: strictly increasing frame numbers, not empty, as `probe` counts them; `(0,)` for an image.
 
         Raises:
-            InvalidRequest: as `probe`; frames that came before it are not to be used.
+            InvalidRequest, ServerError: as `probe`; frames that came before it are not to be used.
         """
         assert indices, "nothing to decode"
         assert indices[0] >= 0, indices
@@ -149,13 +150,18 @@ class Sandbox:
                     raise
                 except (Died, TimeoutError) as error:
                     self._end(worker)
-                    if isinstance(error, TimeoutError) or await self._ran_out_of_time(worker):
+                    status = -signal.SIGPROF if isinstance(error, TimeoutError) else await self._status(worker)
+                    if status in (-signal.SIGPROF, -signal.SIGXCPU):
                         raise self._time_limit() from error
+                    if status == framing.UNCONFINED:
+                        raise ServerError(
+                            "MEDIA_UNCONFINED", "the process that opens media could not be confined"
+                        ) from error
                     self._demand_open()
                     if attempt == 2:
                         raise InvalidRequest(
                             "POISON_INPUT",
-                            "Opening the medium ended the process that tried, twice.",
+                            "opening the medium ended the process that tried, twice",
                             facts={"attempts": attempt},
                         ) from error
                 except BaseException:
@@ -197,15 +203,15 @@ class Sandbox:
             self._ending.add(worker)
             worker.ended.add_done_callback(lambda _: self._ending.discard(worker))
 
-    async def _ran_out_of_time(self, worker: Worker) -> bool:
+    async def _status(self, worker: Worker) -> int:
         # Shielded: cancelling the one who asks must not cancel what says that the process is gone.
-        return await asyncio.shield(worker.ended) in (-signal.SIGPROF, -signal.SIGXCPU)
+        return await asyncio.shield(worker.ended)
 
     def _time_limit(self) -> InvalidRequest:
         seconds = self._limits.cpu_seconds
         return InvalidRequest(
             "MEDIA_DECODE_FAILED",
-            f"Decoding took more than the {seconds:g} s of processor time one medium may use.",
+            f"decoding took more than the {seconds:g} s of processor time one medium may use",
             facts={"cause": "time_limit", "limit": seconds},
         )
 

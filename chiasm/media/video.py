@@ -84,7 +84,7 @@ def read_table(data: bytes, found: str, limits: Limits) -> Table:
             if not stamps:
                 if damaged or cut:
                     raise failed(codec_name(stream), 0)
-                raise InvalidRequest("NO_FRAMES", "The video stream holds no frames.", facts={"found": found})
+                raise InvalidRequest("NO_FRAMES", "the video stream holds no frames", facts={"found": found})
             ordered = sorted(stamps)
             table = Table(tuple(ordered), stamps[ordered[-1]], unordered, seen - len(ordered), cut, damaged)
             check_seconds(_seconds(stream, table), limits)
@@ -176,8 +176,8 @@ def rotation(frame: VideoFrame) -> int:
     mirrored = a * d - b * c < 0
     raise InvalidRequest(
         "MEDIA_UNSUPPORTED",
-        f"The video is to be shown turned by {angle:g} degrees{' and mirrored' if mirrored else ''}; "
-        "quarter turns are applied, others are not.",
+        f"the video is to be shown turned by {angle:g} degrees{' and mirrored' if mirrored else ''}; "
+        "quarter turns are applied, others are not",
         facts={"rotation": angle, "mirrored": mirrored},
     )
 

@@ -24,9 +24,15 @@ from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawF
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves jobs from the socket until its other end is closed. Returns the exit status."""
+    """Serves jobs from the socket until its other end is closed. Returns the exit status.
+
+    That is `framing.UNCONFINED`, and nothing is read, where the kernel does not take what `confine` gives up.
+    """
     descriptor, memory_bytes, open_files = (int(argument) for argument in arguments)
-    confine(memory_bytes, open_files)
+    try:
+        confine(memory_bytes, open_files)
+    except (OSError, ValueError):
+        return framing.UNCONFINED
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as reader:
         while (job := _receive(reader)) is not None:
             _serve(connection, *job)
@@ -68,10 +74,10 @@ def _serve(connection: socket.socket, job: dict[str, Any], parts: list[bytes]) -
 
 _OUT_OF_MEMORY: tuple[str, str, dict[str, Fact]] = (
     "MEDIA_DECODE_FAILED",
-    "Decoding took more memory than one medium may use.",
+    "decoding took more memory than one medium may use",
     {"cause": "memory_limit"},
 )
-_UNREADABLE: tuple[str, str, dict[str, Fact]] = ("MEDIA_DECODE_FAILED", "The medium is damaged.", {"cause": "damaged"})
+_UNREADABLE: tuple[str, str, dict[str, Fact]] = ("MEDIA_DECODE_FAILED", "the medium is damaged", {"cause": "damaged"})
 
 
 def _source(job: dict[str, Any], parts: list[bytes]) -> tuple[MediaSource, list[int]]:
@@ -110,7 +116,7 @@ def _probe_animation(data: bytes, found: str, limits: Limits) -> Probed:
     assert timing is not None
     check_frames(len(timing.seconds), limits)
     if not timing.seconds:
-        raise InvalidRequest("NO_FRAMES", "The animation holds no frames.", facts={"found": found})
+        raise InvalidRequest("NO_FRAMES", "the animation holds no frames", facts={"found": found})
     duration = sum(timing.seconds)
     check_seconds(duration, limits)
     flags = ("untimed_frames",) if timing.untimed else ()
@@ -233,7 +239,7 @@ def _ended(got: int, planned: int, codec: str, limits: Limits, truncated: bool, 
     if got == 0 or got < limits.min_decoded_share * planned:
         raise InvalidRequest(
             "MEDIA_DECODE_FAILED",
-            f"The video is damaged: {got} of {planned} planned frames decoded.",
+            f"the video is damaged: {got} of {planned} planned frames decoded",
             facts={"codec": codec, "frames_got": got, "frames_claimed": planned},
         )
     return Decoded(got, truncated or got < planned, flags)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from chiasm.cache.form import Form
 from chiasm.chat_template import Piece, Turn
 from chiasm.errors import InvalidRequest
 from chiasm.media.sample import SamplingOptions, eligible, seconds_covered
@@ -88,11 +89,19 @@ class MediumPlan:
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """What an entry of this model must look like: (layers, K|V, heads, tokens, dim) without the tokens."""
+    """What an entry of this model looks like: its form, and (layers, K|V, heads, tokens, dim) without the tokens."""
 
+    form: Form
     layers: int
     heads: int
     dim: int
+
+    def of(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """The shape of an entry of so many vision tokens."""
+        return (self.layers, 2, self.heads, tokens, self.dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.layers * 2 * self.heads * self.dim * dtype.itemsize
 
 
 class Processor(Protocol):
@@ -179,6 +188,7 @@ class DecoderHalf(Protocol):
     device: torch.device
     dtype: torch.dtype
     entry_shape: EntryShape
+    layers_total: int
     self_layers: int
     kv_heads: int
     head_dim: int

@@ -20,13 +20,13 @@ import chiasm.models
 from chiasm.errors import CheckpointError
 from chiasm.models.checkpoint import Checkpoint
 from chiasm.models.family import DecoderHalf, EncoderHalf, Family, Processor, Prompt
+from chiasm.models.finding import SHIPPED, find, name_of
 from chiasm.models.weights import HalfName, load_half
 from chiasm.tokenizer import Tokenizer
 
-H = TypeVar("H")
+__all__ = ["SHIPPED", "Model", "families", "find", "open_model"]
 
-SHIPPED = Path(chiasm.models.__file__).parent.parent / "checkpoints"
-"""Checkpoints that come with the package, by folder name."""
+H = TypeVar("H")
 
 
 @cache
@@ -37,38 +37,19 @@ def families() -> Mapping[str, Family[Any]]:
     return {family.name: family for family in found}
 
 
-def find(model: str, *, download: bool = False) -> Path:
-    """The folder of a checkpoint: a path, the name of a shipped one, or (with `download`) a hub name.
-
-    Raises CheckpointError if it is none of them, and if the hub has no such checkpoint or cannot be reached.
-    """
-    path = Path(model)
-    try:
-        if path.is_dir():
-            return path
-        if "/" not in model and (SHIPPED / model / "config.json").exists():
-            return SHIPPED / model
-    except OSError as error:  # too long for a path, or a folder that may not be looked into
-        raise CheckpointError(model, [f"cannot be looked up ({type(error).__name__})"]) from None
-    if not download:
-        raise CheckpointError(model, ["is neither a folder nor a checkpoint that comes with the package"])
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
-    except Exception as error:  # the hub's, its HTTP library's, the disk's: families without a common class
-        raise CheckpointError(model, [f"cannot be fetched from the hub ({type(error).__name__})"]) from None
-
-
 class Model:
     """A checkpoint together with its family: what both services, the router and the tests open.
+
+    Args:
+        directory: the folder.
+        name: what requests call the model; None takes the name of the folder.
 
     Raises CheckpointError for a folder that is none, an architecture no family claims, or a configuration it refuses.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str | None = None) -> None:
         self.checkpoint = Checkpoint(directory)
-        self.name = directory.name
+        self.name = directory.resolve().name if name is None else name
         architecture = self.checkpoint.architecture
         claims = [family for family in families().values() if architecture in family.architectures]
         if not claims:
@@ -101,6 +82,15 @@ class Model:
         load_half(module, name, self.weights, self.checkpoint.tensors)
         module.requires_grad_(False)
         return half
+
+
+def open_model(model: str) -> Model:
+    """The model of a folder, of a name that comes with the package, or of a hub name, which is fetched.
+
+    Raises CheckpointError.
+    """
+    folder = find(model, download=True)
+    return Model(folder, name_of(model, folder))
 
 
 class _SkipInit(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Sizes and options of every connection, stated in one place.
+"""Sizes and options of every connection, and bounds on what it carries, stated in one place.
 
 gRPC ignores a misspelt option without a word, so a test looks each key up in gRPC itself. This module knows numbers
 and names; it opens nothing.
@@ -15,6 +15,12 @@ MIB: Final = 2**20
 
 CHUNK_BYTES: Final = 1 * MIB
 """Bytes of media or of a tensor in one message, at most."""
+
+MAX_SECONDS: Final = 1e9
+"""Times and time limits above this (about 30 years) are a unit mistaken, not a recording."""
+
+MAX_FRAMES: Final = 100_000
+"""More frames of one video than any file is opened with and any family takes."""
 
 CLIENT_MESSAGE_BYTES: Final = 256 * MIB
 """Bytes of one message between a client and the router: a request may carry its media in line."""

@@ -41,6 +41,7 @@ from chiasm.errors import (
     Unavailable,
     Unsupported,
 )
+from chiasm.rpc.times import to_duration, to_seconds
 
 DOMAIN: Final = "chiasm"
 """Whose reasons these are (`ErrorInfo.domain`)."""
@@ -72,14 +73,8 @@ CLASS_OF_CODE: Final[Mapping[str, type[StatusError]]] = MappingProxyType(
 """Which class a status code becomes. The codes not here are those of `_PLAIN` and `DEADLINE_EXCEEDED`."""
 
 # Classes without reason and facts of their own: code and reason stand for the class.
-_PLAIN: Final[Mapping[type[ChiasmError], tuple[str, str]]] = MappingProxyType(
-    {
-        ConnectionFailed: ("UNAVAILABLE", "CONNECTION_FAILED"),
-        Cancelled: ("CANCELLED", "CANCELLED"),
-        IdleTimeout: ("DEADLINE_EXCEEDED", "IDLE_TIMEOUT"),
-    }
-)
-_PLAIN_OF_REASON: Final = {pair: kind for kind, pair in _PLAIN.items()}
+_PLAIN: Final[tuple[type[ChiasmError], ...]] = (ConnectionFailed, Cancelled, IdleTimeout)
+_PLAIN_OF_REASON: Final = {(kind.code, kind.reason): kind for kind in _PLAIN}
 
 _NUMBER_OF_CODE: Final = {code.name: int(code.value[0]) for code in grpc.StatusCode}
 _CODE_OF_NUMBER: Final = {number: name for name, number in _NUMBER_OF_CODE.items()}
@@ -125,9 +120,8 @@ def to_status(error: BaseException) -> Status:
         )
     if isinstance(error, DeadlineExceeded):
         return _pack(error.code, error.reason, str(error), stage=error.stage, request_id=error.request_id)
-    for kind, (code, reason) in _PLAIN.items():
-        if isinstance(error, kind):
-            return _pack(code, reason, str(error))
+    if isinstance(error, _PLAIN):
+        return _pack(error.code, error.reason, str(error))
     return _pack("INTERNAL", "INTERNAL", INTERNAL_MESSAGE)
 
 
@@ -164,7 +158,7 @@ def from_status(status: Status) -> ChiasmError:
         reason,
         text,
         item=item,
-        retry_after=_seconds(retry.retry_delay) if retry.HasField("retry_delay") else None,
+        retry_after=to_seconds(retry.retry_delay) if retry.HasField("retry_delay") else None,
         request_id=request_id,
         code=code,
         facts=_read_facts(info.metadata),
@@ -229,7 +223,7 @@ def _pack(
         )
         status.details.add().Pack(BadRequest(field_violations=[violation]))
     if retry_after is not None:
-        status.details.add().Pack(RetryInfo(retry_delay=_duration(retry_after)))
+        status.details.add().Pack(RetryInfo(retry_delay=_retry_delay(retry_after)))
     if request_id is not None:
         status.details.add().Pack(RequestInfo(request_id=_text(request_id, MAX_FACT)))
     return status
@@ -285,12 +279,6 @@ def _read_facts(metadata: Mapping[str, str]) -> dict[str, Fact]:
     return {key.removeprefix(_ESCAPE): _read_fact(text) for key, text in metadata.items() if key not in _RESERVED}
 
 
-def _duration(seconds: float) -> Duration:
+def _retry_delay(seconds: float) -> Duration:
     """`seconds` to the nanosecond, from 0 to a week; NaN is 0."""
-    bounded = min(max(seconds, 0.0), _MAX_RETRY_SECONDS) if not math.isnan(seconds) else 0.0
-    whole, nanos = divmod(round(bounded * 1e9), 1_000_000_000)
-    return Duration(seconds=whole, nanos=nanos)
-
-
-def _seconds(duration: Duration) -> float:
-    return (duration.seconds * 1_000_000_000 + duration.nanos) / 1e9
+    return to_duration(min(max(seconds, 0.0), _MAX_RETRY_SECONDS) if not math.isnan(seconds) else 0.0)

@@ -1,17 +1,22 @@
-"""Seconds as Duration messages and back, to the nanosecond."""
+"""Seconds as Duration messages and back, to the nanosecond: the only place where one becomes the other."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from google.protobuf.duration_pb2 import Duration
+
+_NANOS: Final = 1_000_000_000
 
 
 def to_duration(seconds: float) -> Duration:
     """Finite seconds of either sign."""
     nanos = round(seconds * 1e9)
     sign = -1 if nanos < 0 else 1
-    whole, rest = divmod(abs(nanos), 1_000_000_000)
+    whole, rest = divmod(abs(nanos), _NANOS)
     return Duration(seconds=sign * whole, nanos=sign * rest)
 
 
 def to_seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    """The nearest float: what `to_duration` was given comes back equal if it is a whole number of nanoseconds."""
+    return (duration.seconds * _NANOS + duration.nanos) / _NANOS

@@ -18,7 +18,6 @@ from chiasm.cache.entry import (
     TAG_BYTES,
     Contract,
     EntryKey,
-    Form,
     Identity,
     Sealed,
     open_entry,
@@ -27,6 +26,7 @@ from chiasm.cache.entry import (
     tenant_root,
     unit_key,
 )
+from chiasm.cache.form import Form
 from chiasm.errors import ServerError
 
 steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

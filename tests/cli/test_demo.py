@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,3 +245,16 @@ def test_a_failure_names_place_reason_and_request() -> None:
     error = InvalidRequest("MEDIA_EMPTY", "The medium has no bytes.", item="x.mp4", request_id="r1")
     assert lines(error)[1] == "  where  x.mp4 · MEDIA_EMPTY · request r1"
     assert lines(Overloaded("QUEUE_FULL", "full", retry_after=1.5))[2] == "  fix    try again in 1.5 s"
+
+
+def test_a_hub_name_is_fetched_and_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "0123abcd"
+    shutil.copytree(model_folder("digits"), snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **_: str(snapshot))
+    assert model_folder("owner/name") == snapshot
+    assert choose(None, None, "owner/name").path.parent == snapshot / "held_out"
+
+
+def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        model_folder(str(tmp_path))

@@ -367,3 +367,13 @@ def test_every_stage_time_of_the_wire_is_known() -> None:
 def test_png_of_any_depth_goes_through_untouched() -> None:
     data = png(np.arange(12, dtype=np.uint16).reshape(3, 4, 1) * 5000, 16, 0)
     assert medium_of(Image(data)).data == data
+
+
+def test_true_is_no_number_of_tokens() -> None:
+    with pytest.raises(TypeError, match="max_tokens must be a whole number, not True"):
+        to_request("digits", [Message("user", "x")], request_id="a", max_tokens=True)
+
+
+def test_whole_numbers_of_another_library_reach_the_wire() -> None:
+    request = to_request("digits", [Message("user", "x")], request_id="a", max_tokens=np.int16(3))  # type: ignore[arg-type]
+    assert request.sampling.max_tokens == 3

@@ -29,7 +29,8 @@ def refused(make: Any, *args: Any, **options: Any) -> InvalidRequest:
 def test_a_temperature_out_of_range_is_refused_with_its_range(temperature: float) -> None:
     error = refused(SamplingParams, temperature=temperature)
     assert error.reason == "FIELD_OUT_OF_RANGE"
-    assert error.facts == {"field": "temperature", "range": "from 0 to 100"}
+    assert (error.facts["field"], error.facts["range"]) == ("temperature", "from 0 to 100")
+    assert str(error.facts["value"]) in error.message
     assert str(temperature) in error.message
 
 
@@ -236,3 +237,16 @@ def test_content_becomes_a_tuple_of_parts() -> None:
 def test_content_that_is_neither_text_nor_a_medium_is_a_type_error(content: Any) -> None:
     with pytest.raises(TypeError, match="content"):
         Message("user", content)
+
+
+@pytest.mark.parametrize("field", ["seed", "max_tokens"])
+def test_true_is_no_whole_number(field: str) -> None:
+    with pytest.raises(TypeError, match=f"{field} must be a whole number, not True"):
+        SamplingParams(**{field: True})
+
+
+def test_whole_numbers_are_kept_as_plain_ints() -> None:
+    params = SamplingParams(seed=np.uint64(2**63), max_tokens=np.int32(4))  # type: ignore[arg-type]
+    assert (type(params.seed), params.seed, type(params.max_tokens), params.max_tokens) == (int, 2**63, int, 4)
+    video = Video(b"x", min_frames=np.int64(2), max_frames=np.int64(3))  # type: ignore[arg-type]
+    assert (type(video.min_frames), type(video.max_frames)) == (int, int)

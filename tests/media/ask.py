@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +48,9 @@ async def refusal(sandbox: Sandbox, source: MediaSource | bytes, kind: Kind = "i
     assert not error.retryable
     assert "0x" not in error.message
     assert "/" not in error.message
+    # As every other error of the library: a phrase, which only the name of a format begins with a capital.
+    assert not error.message.endswith(".")
+    assert not error.message[0].isupper() or error.message.startswith(str(error.facts.get("found")))
     return error
 
 
@@ -55,9 +58,17 @@ def listed(parts: Sequence[bytes | RawFrame], offsets: Sequence[float] | None, k
     return MediaSource(kind, frames=parts, offsets=offsets)
 
 
+def forget_peak() -> int:
+    """Makes `peak_kib` start again from what is used now, and returns that. proc_pid_clear_refs(5)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_kib()
+
+
 def peak_kib() -> int:
-    """Most memory this process ever used, in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Most memory in use since `forget_peak`, in KiB."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (row,) = (row for row in status if row.startswith("VmHWM:"))
+    return int(row.split()[1])
 
 
 DEFAULT = Limits()

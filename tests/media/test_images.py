@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import MediaSource, RawFrame
 from tests.media import make
-from tests.media.ask import DEFAULT, frames, listed, peak_kib, picture, refusal
+from tests.media.ask import DEFAULT, forget_peak, frames, listed, peak_kib, picture, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -105,7 +105,7 @@ async def test_b11_junk_after_the_end_changes_nothing(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("side", [13_300, 12_000, 40_000, 2**31 - 1])
 async def test_b12_b13_claimed_pixels_are_refused_from_the_header(sandbox: Sandbox, side: int) -> None:
     data = make.bomb_png(side, side) if side < 20_000 else make.PNG + make.ihdr(side, side, 1, 0)
-    before = peak_kib()
+    before = forget_peak()
     error = await refusal(sandbox, data)
     assert error.reason == "MEDIA_TOO_LARGE"
     assert error.facts == {"pixels": side * side, "limit": 89_478_485}
@@ -148,7 +148,7 @@ async def test_b14_no_pixels_is_damage(sandbox: Sandbox, width: int, height: int
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
 async def test_b15_a_chunk_that_inflates_without_end_is_refused(sandbox: Sandbox, kind: bytes) -> None:
     bomb = make.chunk(kind, b"name\0\0" + zlib.compress(bytes(80 * 2**20), 9))
-    before = peak_kib()
+    before = forget_peak()
     error = await refusal(sandbox, make.png(make.scene(), 8, 2, before=bomb))
     assert error.reason == "MEDIA_DECODE_FAILED"
     assert peak_kib() - before < 64 * 1024

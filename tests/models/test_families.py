@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.cache.entry import Contract, Form, Identity, open_entry, seal
+from chiasm.cache.entry import open_entry, seal
 from chiasm.chat_template import Slot
 from chiasm.models.checkpoint import split
+from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.registry import Model, families, find
 from chiasm.timeline import UnitName
 from decoder_service.engine import DecoderEngine, Work
@@ -80,7 +81,8 @@ def test_divided_through_bytes_equals_handed_over(family: str, separate: bool, m
     with torch.inference_mode():
         direct = model.encoder().encode(frames, TorchVarlen())
         sent = ours.encoder().encode(frames, TorchVarlen())
-    identity = Identity(ours.checkpoint.fingerprint, ours.processor.describe(), Form.CROSS_KV, torch.float32).digest()
+    shape, fingerprint = ours.encoder().entry_shape, ours.checkpoint.fingerprint
+    identity = identity_of(shape, ours.processor, fingerprint=fingerprint, dtype=torch.float32).digest()
     logits = []
     for entries, reader in ((direct, model), (sent, theirs)):
         engine = DecoderEngine(reader.decoder(), reader.processor, text_tokens=64, visual_tokens=64)
@@ -89,8 +91,8 @@ def test_divided_through_bytes_equals_handed_over(family: str, separate: bool, m
         for slot, (entry, grid) in enumerate(zip(entries, grids, strict=True)):
             payload = entry
             if entries is sent:
-                a, b, c, d, e = entry.shape
-                contract = Contract(bytes([slot]) * 32, identity, Form.CROSS_KV, entry.dtype, grid, (a, b, c, d, e))
+                key = bytes([slot]) * 32
+                contract = contract_of(shape, ours.processor, key=key, identity=identity, dtype=entry.dtype, grid=grid)
                 opened = open_entry(seal(contract, entry, bytes(32)), contract, bytes(32))
                 assert not isinstance(opened, str)
                 payload = opened

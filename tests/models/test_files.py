@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from chiasm.errors import CheckpointError
 from chiasm.models.checkpoint import Checkpoint
 from chiasm.models.moss_vl.config import read_config
 from chiasm.models.reading import Reader, read_json
-from chiasm.models.registry import Model, find
+from chiasm.models.registry import SHIPPED, Model, find, open_model
 from tests.checkpoints_tiny import TEXT, VISION, config, write
 
 BEYOND: list[object] = [10**400, 2**31, -(10**4000)]
@@ -178,7 +179,7 @@ def test_a_name_that_is_no_checkpoint_is_told(name: str) -> None:
         Model(find(name))
 
 
-@pytest.mark.parametrize("name", ["owner/name", "a/b/c", "no such/name!"])
+@pytest.mark.parametrize("name", ["owner/name", "Owner-1/name.v2_x"])
 @pytest.mark.parametrize(
     "network", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}], ids=["off", "cut"]
 )
@@ -202,4 +203,37 @@ def test_a_hub_name_without_a_network_is_told(name: str, network: dict[str, str]
         timeout=90,
         check=False,
     )
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"told: {name}: cannot be fetched")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(
+        f"told: {name}: is no folder here, and the hub"
+    )
+
+
+@pytest.mark.parametrize("name", ["/a/b", "a/b/c", "no such/name!", "../name", "./name", "a/", "/a", "a/b\n"])
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _never)
+    with pytest.raises(CheckpointError, match="is neither a folder nor a checkpoint that comes with the package"):
+        find(name, download=True)
+
+
+def test_a_path_that_is_a_file_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _never)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("")
+    with pytest.raises(CheckpointError, match="is neither a folder"):
+        find("a/b", download=True)
+
+
+def _never(*args: object, **kwargs: object) -> str:
+    raise AssertionError("the hub was asked")
+
+
+def test_a_model_is_called_by_its_folder_or_its_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "snapshots" / "0123abcd"
+    shutil.copytree(SHIPPED / "digits", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, **_: str(snapshot))
+    assert open_model("owner/name").name == "owner/name"
+    assert open_model("digits").name == "digits"
+    monkeypatch.chdir(snapshot)
+    assert [open_model(given).name for given in (".", f"{snapshot}/", "../0123abcd")] == ["0123abcd"] * 3
+    assert Model(snapshot, "another").name == "another"

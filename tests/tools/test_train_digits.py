@@ -219,7 +219,7 @@ def test_a_batch_keeps_each_timelines_rows_and_refuses_unequal_clips() -> None:
 
 def test_gradients_reach_every_parameter_of_both_halves() -> None:
     encoder, decoder = model.fresh(CONFIG, torch.Generator().manual_seed(0))
-    source = Source(digits.sheet(), WRITER, Plan(batch=4))
+    source = Source(digits.sheet(), WRITER, Plan(steps=10, batch=4))
     episodes, pictures = source.draw("time", 2)
     batch = collate(episodes, WRITER)
     F.cross_entropy(logits_of(decoder, encode(encoder, pictures), batch), batch.targets).backward()

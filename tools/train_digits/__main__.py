@@ -16,13 +16,14 @@ from chiasm.models.registry import SHIPPED
 from tools.train_digits import held_out
 from tools.train_digits.data import split
 from tools.train_digits.evaluate import evaluate
-from tools.train_digits.train import Plan, train
+from tools.train_digits.train import SHIPPED_PLANS, train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.train_digits", description="The digits checkpoint.")
     parser.add_argument("--output", type=Path, default=SHIPPED / "digits", help="folder of the checkpoint")
-    parser.add_argument("--steps", type=int, default=Plan().steps)
+    parser.add_argument("--run", type=int, choices=(1, 2), help="only this one of the two runs")
+    parser.add_argument("--start", type=Path, help="the folder whose weights the second run begins with, with --run 2")
     parser.add_argument("--checkpoints", type=Path, help="folder for the state after every 500 steps")
     parser.add_argument("--threads", type=int, default=2)
     does = parser.add_mutually_exclusive_group()
@@ -38,7 +39,11 @@ def main() -> None:
         print(json.dumps(evaluate(given.output, digits=others, clips=given.clips, dtype=dtype), indent=2))
         return
     if not given.held_out:
-        train(Plan(steps=given.steps), given.output, checkpoints=given.checkpoints)
+        start = given.start
+        for number, plan in enumerate(SHIPPED_PLANS, 1):
+            if given.run in (None, number):
+                train(plan, given.output, start=start, checkpoints=given.checkpoints)
+                start = given.output
     held_out.write(given.output / "held_out", others)
 
 

@@ -148,19 +148,14 @@ class Writer:
 # -- random episodes ---------------------------------------------------------------------------------------------------
 
 
-def draw_offsets(count: int, rng: np.random.Generator, *, simple: bool = False) -> list[float]:
+def draw_offsets(count: int, rng: np.random.Generator) -> list[float]:
     """Seconds of the frames of a clip, ascending, no two that are written alike.
 
-    Mostly one second apart from 0, as the processor samples a clip; `simple` always. Some have another spacing, and
-    some whole seconds with gaps.
+    Mostly one second apart, as the processor samples a clip, and from 0; sometimes otherwise.
     """
-    kind = 0.0 if simple else rng.random()
-    if kind < 0.8:
-        return [float(i) for i in range(count)]
-    if kind < 0.9:
-        step = float(rng.choice([0.5, 1.1, 2.0]))
-        return [round(i * step, 6) for i in range(count)]
-    return [float(t) for t in sorted(rng.choice(10, count, replace=False))]
+    step = 1.0 if rng.random() < 0.6 else float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
+    start = 0.0 if rng.random() < 0.9 else float(rng.integers(1, 300)) / 10
+    return [round(start + i * step, 6) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +173,18 @@ class Form:
     images: bool = False
 
     @classmethod
-    def draw(cls, task: Task, frames: int, rng: np.random.Generator) -> Form:
-        most = 4 if task == "time" else 1
+    def draw(cls, task: Task, frames: int, rng: np.random.Generator, *, questions: int = 3) -> Form:
+        """A random form; `questions` by time are asked about one clip at most."""
+        most = questions if task == "time" else 1
         if task == "read" and rng.random() < 0.2:
             return cls(questions=2)
         images = task == "read" and rng.random() < 0.4
         return cls(int(rng.integers(1, 1 + min(most, frames))), bool(rng.random() < 0.1), images)
 
 
-def draw_episode(
-    writer: Writer, task: Task, shown: Sequence[int], form: Form, rng: np.random.Generator, *, simple: bool = False
-) -> Episode:
-    """An episode of a task about frames that show `shown` (EMPTY only in a stream); `simple` as in `draw_offsets`."""
-    offsets = draw_offsets(len(shown), rng, simple=simple)
+def draw_episode(writer: Writer, task: Task, shown: Sequence[int], form: Form, rng: np.random.Generator) -> Episode:
+    """An episode of a task about frames that show `shown` (EMPTY only in a stream)."""
+    offsets = draw_offsets(len(shown), rng)
     if task == "stream":
         return writer.stream(shown, offsets, silent_first=bool(rng.random() < 0.5))
     media: list[Medium] = [("image", [0.0])] * len(shown) if form.images else [("video", offsets)]
@@ -198,7 +192,7 @@ def draw_episode(
     if task == "read":
         asked.insert(0, (READ, reading(shown)))
     slots = [Slot(i) for i in range(len(media))]
-    text_first = rng.random() < (0.25 if task == "time" else 0.4)
+    text_first = rng.random() < 0.4
     turns = [Turn("system", (str(rng.choice(SYSTEM)),))] if form.system else []
     for i, (question, _) in enumerate(asked[: form.questions]):
         if i:

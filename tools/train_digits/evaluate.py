@@ -103,12 +103,19 @@ class Exam:
         return [_compare(text.split(" "), [str(d) for d in row]) for text, row in zip(said, shown, strict=True)]
 
     def by_time(self, frames: int, clips: int) -> list[tuple[int, int]]:
-        """One question about one frame of each video."""
+        """One question about one frame of each video; the frames are one second apart, as a clip is sampled."""
+        return self._by_time(clips, [[float(i) for i in range(frames)]] * clips)
+
+    def by_other_times(self, frames: int, clips: int) -> list[tuple[int, int]]:
+        """Likewise, of videos with the spacings of training."""
+        return self._by_time(clips, [draw_offsets(frames, self._rng) for _ in range(clips)])
+
+    def _by_time(self, clips: int, times: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+        frames = len(times[0])
         writer, rng = self._reader.writer, self._rng
         shown, pictures = self._clips(frames, clips, video=True)
         timelines, expected = [], []
-        for row in shown:
-            offsets = draw_offsets(frames, rng)
+        for row, offsets in zip(shown, times, strict=True):
             at = int(rng.integers(frames))
             expected.append([str(row[at])])
             question = ask_time(offsets[at])
@@ -180,12 +187,14 @@ def evaluate(directory: Path, *, digits: Digits, clips: int, dtype: torch.dtype,
     """Scores per task over about `clips` clips each, equally many of 1 to 8 frames.
 
     `per_digit` counts digits (in a stream: frames, empty ones included); `whole_clips` clips without any error.
+    `time_mixed` is beside the three tasks: six of ten clips have frames a second apart, the others any spacing.
     """
     exam = Exam(Reader(directory, dtype), digits, seed)
     each = -(-clips // LONGEST)
     tasks: dict[str, Callable[[int, int], list[tuple[int, int]]]] = {
         "read": exam.read,
         "time": exam.by_time,
+        "time_mixed": exam.by_other_times,
         "stream": exam.stream,
     }
     scores = {name: _score({n: ask(n, each) for n in range(1, LONGEST + 1)}) for name, ask in tasks.items()}

@@ -19,6 +19,7 @@ from chiasm.models.moss_vl import FAMILY
 from chiasm.models.moss_vl.config import ARCHITECTURE, Config, read_config
 from chiasm.models.moss_vl.text import CrossLayer, MossVLDecoder
 from chiasm.models.moss_vl.vision import MossVLEncoder
+from chiasm.models.registry import Model
 from chiasm.models.weights import HalfName
 
 CONTROL = (
@@ -128,6 +129,14 @@ def fresh(config: Config, generator: torch.Generator) -> tuple[MossVLEncoder, Mo
             nn.init.constant_(layer.cross_attn_attn_gate, OPEN_GATE)
             nn.init.constant_(layer.cross_attn_mlp_gate, OPEN_GATE)
     return encoder, decoder
+
+
+def saved(directory: Path) -> tuple[MossVLEncoder, MossVLDecoder]:
+    """Both halves of a checkpoint in float32, to be trained further."""
+    found = Model(directory)
+    encoder, decoder = found.encoder(dtype=torch.float32), found.decoder(dtype=torch.float32)
+    assert isinstance(encoder, MossVLEncoder) and isinstance(decoder, MossVLDecoder)
+    return encoder.requires_grad_(True), decoder.requires_grad_(True)
 
 
 def _is_norm(name: str) -> bool:

@@ -29,15 +29,19 @@ from tools.train_digits.episodes import TASKS, Batch, Episode, Form, Task, Write
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a training run does. The defaults are what the shipped checkpoint was trained with.
+    """What one run does.
 
     Attributes:
+        steps: of the whole cycle of the learning rate.
+        stop: steps after which the run ends, where that is before the cycle does.
         batch: episodes of a step, all of one task and of equally many frames.
-        short_share: share of the steps in which clips have `short` frames at most, at simple times.
+        short_share: share of the steps in which clips have `short` frames at most.
         shares: of the steps, per task.
+        questions: by time about one clip at most.
     """
 
-    steps: int = 6_000
+    steps: int
+    stop: int | None = None
     batch: int = 32
     rate: float = 2e-3
     warmup: int = 300
@@ -45,9 +49,17 @@ class Plan:
     short: int = 4
     long: int = 8
     short_share: float = 0.25
-    shares: tuple[float, float, float] = (0.35, 0.45, 0.2)
+    shares: tuple[float, float, float] = (0.3, 0.45, 0.25)
+    questions: int = 3
     empty_share: float = 0.3
     seed: int = 20_240
+
+
+SHIPPED_PLANS = (
+    Plan(steps=6_000, stop=3_500),
+    Plan(steps=5_000, rate=1.5e-3, warmup=100, short_share=0.0, questions=8, seed=20_241),
+)
+"""How the shipped checkpoint was trained: two runs, the second from the weights of the first as they were saved."""
 
 
 def cross_of(entry: Tensor, batch: int) -> list[tuple[Tensor, Tensor]]:
@@ -91,19 +103,18 @@ class Source:
     def task(self) -> Task:
         return TASKS[int(self._rng.choice(len(TASKS), p=self._plan.shares))]
 
-    def length(self, task: Task, *, short: bool) -> int:
-        """Frames of a batch. Questions by time get longer clips: among few frames there is little to tell apart."""
-        lengths = self._rng.integers(1, 1 + (self._plan.short if short else self._plan.long), size=2)
-        return int(lengths.max() if task == "time" else lengths[0])
+    def length(self, *, short: bool) -> int:
+        """Frames of a batch."""
+        return int(self._rng.integers(1, 1 + (self._plan.short if short else self._plan.long)))
 
-    def draw(self, task: Task, frames: int, *, short: bool = False) -> tuple[list[Episode], Tensor]:
+    def draw(self, task: Task, frames: int) -> tuple[list[Episode], Tensor]:
         """Episodes of a task, and the pictures of all their frames."""
         rng, count = self._rng, self._plan.batch * frames
         chosen = rng.integers(len(self._labels), size=count)
         empty = rng.random(count) < (self._plan.empty_share if task == "stream" else 0.0)
         shown = np.where(empty, EMPTY, self._labels[chosen]).reshape(-1, frames)
-        form = Form.draw(task, frames, rng)
-        episodes = [draw_episode(self._writer, task, row.tolist(), form, rng, simple=short) for row in shown]
+        form = Form.draw(task, frames, rng, questions=self._plan.questions)
+        episodes = [draw_episode(self._writer, task, row.tolist(), form, rng) for row in shown]
         pictures = draw(self._cells[chosen], torch.from_numpy(~empty), self._generator)
         return episodes, pictures
 
@@ -126,14 +137,19 @@ def optimiser(halves: Sequence[nn.Module], plan: Plan) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), foreach=True)
 
 
-def train(plan: Plan, target: Path, *, checkpoints: Path | None = None, every: int = 500) -> None:
-    """Trains from nothing and writes the checkpoint to `target`; with `checkpoints` also there, every `every` steps.
+def train(
+    plan: Plan, target: Path, *, start: Path | None = None, checkpoints: Path | None = None, every: int = 500
+) -> None:
+    """Trains and writes the checkpoint to `target`; with `checkpoints` also there, every `every` steps.
+
+    Begins with the weights of the folder `start`, or with random ones.
 
     Prints a line per 100 steps: the loss and the share of right tokens of each task since the last line.
     """
     config = model.configuration()
     writer = Writer(config, Tokenizer(model.tokenizer_json()))
-    encoder, decoder = model.fresh(config, torch.Generator().manual_seed(plan.seed))
+    generator = torch.Generator().manual_seed(plan.seed)
+    encoder, decoder = model.fresh(config, generator) if start is None else model.saved(start)
     source = Source(split()[0], writer, plan)
     halves = (encoder, decoder)
     parameters = [p for half in halves for p in half.parameters()]
@@ -141,10 +157,9 @@ def train(plan: Plan, target: Path, *, checkpoints: Path | None = None, every: i
     optimizer = optimiser(halves, plan)
     tally: dict[str, list[tuple[float, float]]] = {}
     began = time.monotonic()
-    for step in range(plan.steps):
-        task, short = source.task(), step < plan.short_share * plan.steps
-        frames = source.length(task, short=short)
-        episodes, pictures = source.draw(task, frames, short=short)
+    for step in range(plan.stop or plan.steps):
+        task, frames = source.task(), source.length(short=step < plan.short_share * plan.steps)
+        episodes, pictures = source.draw(task, frames)
         batch = collate(episodes, writer)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, plan)

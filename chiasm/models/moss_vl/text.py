@@ -100,6 +100,7 @@ class MossVLDecoder(nn.Module):
         self.device = device
         self.dtype = dtype
         self.entry_shape = config.entry_shape
+        self.layers_total = t.num_hidden_layers
         self.self_layers = len(t.self_attention_layers)
         self.kv_heads = t.num_key_value_heads
         self.head_dim = t.head_dim

@@ -637,18 +637,25 @@ class TokenRun(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
+    PADS_BIND_SLOTS_FIELD_NUMBER: _builtins.int
+    pads_bind_slots: _builtins.bool
+    """Lets runs of a medium's pad id stand for the slots of the request in order, as a caller's own tokenizer writes them.
+    The number of runs must equal the number of slots, and the pads of a run the tokens that its medium becomes. In a
+    plain prompt only. Default: false.
+    """
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds the ids, each below the vocabulary's size. Pad ids of media are refused: a slot stands for a medium."""
+        """Holds the ids, each below the vocabulary's size. Pad ids of media are refused unless `pads_bind_slots` is set."""
 
     def __init__(
         self,
         *,
         ids: _abc.Iterable[_builtins.int] | None = ...,
+        pads_bind_slots: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "pads_bind_slots", b"pads_bind_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1358,6 +1365,7 @@ class Entry(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
     REDIS_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """Holds the key, 32 bytes: keyed BLAKE3 over the tenant's root, the fingerprint, the resized pixels and the grid."""
     fingerprint: _builtins.bytes
@@ -1369,7 +1377,7 @@ class Entry(_message.Message):
     dtype: Global___Dtype.ValueType
     """Says how its numbers are stored."""
     byte_length: _builtins.int
-    """Counts the bytes of the tensor. Equals the product of `shape` and the size of `dtype`, scales apart."""
+    """Counts all bytes of the payload: the product of `shape` and the size of `dtype`, and the scales where it has any."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds the length of each axis, in the order that `form` gives."""
@@ -1394,6 +1402,10 @@ class Entry(_message.Message):
     def redis(self) -> Global___RedisPlace:
         """Lies in Redis."""
 
+    @_builtins.property
+    def quantization(self) -> Global___Quantization:
+        """Says how the numbers were quantised. Present for quantised forms only."""
+
     def __init__(
         self,
         *,
@@ -1408,16 +1420,49 @@ class Entry(_message.Message):
         memory: Global___MemoryPlace | None = ...,
         arena: Global___ArenaPlace | None = ...,
         redis: Global___RedisPlace | None = ...,
+        quantization: Global___Quantization | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "lease", b"lease", "memory", b"memory", "place", b"place", "redis", b"redis"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "lease", b"lease", "memory", b"memory", "place", b"place", "quantization", b"quantization", "redis", b"redis"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "byte_length", b"byte_length", "dtype", b"dtype", "fingerprint", b"fingerprint", "form", b"form", "frame_boundaries", b"frame_boundaries", "key", b"key", "lease", b"lease", "memory", b"memory", "place", b"place", "redis", b"redis", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "byte_length", b"byte_length", "dtype", b"dtype", "fingerprint", b"fingerprint", "form", b"form", "frame_boundaries", b"frame_boundaries", "key", b"key", "lease", b"lease", "memory", b"memory", "place", b"place", "quantization", b"quantization", "redis", b"redis", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_place: _TypeAlias = _typing.Literal["memory", "arena", "redis"]  # noqa: Y015
     _WhichOneofArgType_place: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_place) -> _WhichOneofReturnType_place | None: ...
 
 Global___Entry: _TypeAlias = Entry  # noqa: Y015
+
+@_typing.final
+class Quantization(_message.Message):
+    """Says how the numbers of an entry were quantised: each is its integer times the scale of its channel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCALE_DTYPE_FIELD_NUMBER: _builtins.int
+    SCALE_SHAPE_FIELD_NUMBER: _builtins.int
+    MAX_ERROR_FIELD_NUMBER: _builtins.int
+    scale_dtype: Global___Dtype.ValueType
+    """Says how the scales are stored, behind the numbers."""
+    max_error: _builtins.float
+    """Bounds the error of any number, relative to the largest magnitude of its channel."""
+    @_builtins.property
+    def scale_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Holds the length of each axis of the scales."""
+
+    def __init__(
+        self,
+        *,
+        scale_dtype: Global___Dtype.ValueType = ...,
+        scale_shape: _abc.Iterable[_builtins.int] | None = ...,
+        max_error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_error", b"max_error", "scale_dtype", b"scale_dtype", "scale_shape", b"scale_shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantization: _TypeAlias = Quantization  # noqa: Y015
 
 @_typing.final
 class TensorDescriptor(_message.Message):

@@ -36,6 +36,10 @@ class _SampleModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampleMode
     """Draws while the timeline grows: a live session."""
     SAMPLE_MODE_NEVER: _SampleMode.ValueType  # 3
     """Draws nothing: states are the answer."""
+    SAMPLE_MODE_ESTIMATE: _SampleMode.ValueType  # 4
+    """Lays, reserves nothing and computes nothing: `admitted` is the answer, with a room of 0 when the timeline does not
+    fit, and then the call ends.
+    """
 
 class SampleMode(_SampleMode, metaclass=_SampleModeEnumTypeWrapper):
     """Says when tokens are drawn."""
@@ -48,6 +52,10 @@ SAMPLE_MODE_WHILE_OPEN: SampleMode.ValueType  # 2
 """Draws while the timeline grows: a live session."""
 SAMPLE_MODE_NEVER: SampleMode.ValueType  # 3
 """Draws nothing: states are the answer."""
+SAMPLE_MODE_ESTIMATE: SampleMode.ValueType  # 4
+"""Lays, reserves nothing and computes nothing: `admitted` is the answer, with a room of 0 when the timeline does not
+fit, and then the call ends.
+"""
 Global___SampleMode: _TypeAlias = SampleMode  # noqa: Y015
 
 class _Pooling:

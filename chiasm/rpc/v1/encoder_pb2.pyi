@@ -92,6 +92,8 @@ class EncodeOpen(_message.Message):
     FILE_DIGEST_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
+    FAIRNESS_KEY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Names the request inside the system, 16 random bytes drawn at admission. For joining logs and traces."""
     attempt: _builtins.int
@@ -118,6 +120,10 @@ class EncodeOpen(_message.Message):
     """
     initial_credit: _builtins.int
     """Allows so many pinned bytes before the first `credit`."""
+    fairness_key: _builtins.str
+    """Names the tenant for fair shares; opaque."""
+    priority: _builtins.int
+    """Orders media of a tenant; higher goes first. Default: 0."""
     @_builtins.property
     def media(self) -> _common_pb2.MediaHeader:
         """Describes the bytes."""
@@ -153,14 +159,21 @@ class EncodeOpen(_message.Message):
         file_digest: _builtins.bytes | None = ...,
         lease: _duration_pb2.Duration | None = ...,
         initial_credit: _builtins.int = ...,
+        fairness_key: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "budget", b"budget", "file_digest", b"file_digest", "lease", b"lease", "media", b"media", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "_priority", b"_priority", "budget", b"budget", "file_digest", b"file_digest", "lease", b"lease", "media", b"media", "priority", b"priority", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "attempt", b"attempt", "budget", b"budget", "file_digest", b"file_digest", "fingerprint", b"fingerprint", "form", b"form", "initial_credit", b"initial_credit", "item", b"item", "lease", b"lease", "media", b"media", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tenant_epoch", b"tenant_epoch", "tenant_root", b"tenant_root", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "_priority", b"_priority", "attempt", b"attempt", "budget", b"budget", "fairness_key", b"fairness_key", "file_digest", b"file_digest", "fingerprint", b"fingerprint", "form", b"form", "initial_credit", b"initial_credit", "item", b"item", "lease", b"lease", "media", b"media", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tenant_epoch", b"tenant_epoch", "tenant_root", b"tenant_root", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__file_digest: _TypeAlias = _typing.Literal["file_digest"]  # noqa: Y015
     _WhichOneofArgType__file_digest: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__file_digest) -> _WhichOneofReturnType__file_digest | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 
 Global___EncodeOpen: _TypeAlias = EncodeOpen  # noqa: Y015
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.cache.entry import Contract, Form, Identity, open_entry, seal, tag_secret, tenant_root, unit_key
+from chiasm.cache.entry import Contract, open_entry, seal, tag_secret, tenant_root, unit_key
 from chiasm.cache.memory import MemoryStore
 from chiasm.chat_template import Piece, Slot
+from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.moss_vl.config import Config
 from chiasm.models.moss_vl.processing import MossVLProcessor
 from chiasm.models.moss_vl.text import MossVLDecoder
@@ -80,7 +81,8 @@ class Halves:
         self.encoder = cast(MossVLEncoder, ours.encoder(dtype=dtype))
         self.decoder = cast(MossVLDecoder, theirs.decoder(dtype=dtype))
         self.dtype = dtype
-        self._identity = Identity(ours.checkpoint.fingerprint, ours.processor.describe(), Form.CROSS_KV, dtype).digest()
+        shape, fingerprint = self.encoder.entry_shape, ours.checkpoint.fingerprint
+        self._identity = identity_of(shape, ours.processor, fingerprint=fingerprint, dtype=dtype).digest()
         self._store = MemoryStore(2**32)
 
     @torch.inference_mode()
@@ -104,9 +106,9 @@ class Halves:
         # Recorded media need not come from bytes, so the bits of the patches stand for the pixels in the key.
         bits = patches_pv.contiguous().view(torch.uint8).unsqueeze(0)
         key = unit_key(_ROOT, self._identity, grid, [bits])
-        layers, both, heads, tokens, dim = entry.shape
-        shape = (layers, both, heads, tokens, dim)
-        contract = Contract(key, self._identity, Form.CROSS_KV, self.dtype, grid, shape)
+        contract = contract_of(
+            self.encoder.entry_shape, self.processor, key=key, identity=self._identity, dtype=self.dtype, grid=grid
+        )
         asyncio.run(self._store.put(seal(contract, entry, _SECRET), key))
         return contract
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from chiasm.media.patches import normalise, resize, to_patches
-from chiasm.media.sample import MAX_FRAMES, SamplingOptions, pick, share_frames
+from chiasm.media.sample import SamplingOptions, pick, share_frames
 from chiasm.models.family import MediumFacts
 from chiasm.models.moss_vl.processing import MossVLProcessor
+from chiasm.rpc.limits import MAX_FRAMES
 from tests.oracles.moss_vl.report import Report
 
 _ALL = SamplingOptions(every_frame=True)

@@ -1,0 +1,61 @@
+"""What is refused before anything is started: ranges are told with the value that left them."""
+
+from __future__ import annotations
+
+import pytest
+
+from chiasm.errors import Fact, InvalidRequest
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import router_pb2 as rpb
+from router.request import check_generate
+from tests.asking import question
+
+
+def refusal(request: rpb.GenerateRequest) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        check_generate(request)
+    assert caught.value.reason == "FIELD_OUT_OF_RANGE"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown", "fact"),
+    [
+        ("temperature", 200.0, "200", 200.0),
+        ("temperature", float("nan"), "nan", "nan"),
+        ("top_p", 0.0, "0", 0.0),
+        ("max_tokens", 0, "0", 0),
+        ("n", 17, "17", 17),
+    ],
+)
+def test_an_option_out_of_range_is_told_once_and_with_its_value(
+    field: str, value: float, shown: str, fact: Fact
+) -> None:
+    request = question("hello")
+    setattr(request.sampling, field, value)
+    error = refusal(request)
+    assert str(error).startswith(f"{field} is {shown}, must be ")
+    assert (error.item, error.facts["field"], error.facts["value"]) == (field, field, fact)
+
+
+def test_fewest_tokens_beyond_the_most_are_told_with_both() -> None:
+    request = question("hello")
+    request.sampling.max_tokens, request.sampling.min_tokens = 3, 5
+    assert refusal(request).message == "min_tokens is 5, must be at most max_tokens (3)"
+
+
+def test_a_request_id_is_told_in_bounded_length() -> None:
+    request = question("hello")
+    request.request_id = "\n" * 10_000
+    error = refusal(request)
+    assert error.item == "request_id" and len(str(error)) < 300 and "\n" not in str(error)
+
+
+def test_unknown_roles_and_kinds_are_told_with_their_place() -> None:
+    request = question("hello")
+    request.prompt.conversation.turns[0].role = 77  # type: ignore[assignment]
+    error = refusal(request)
+    assert (error.item, error.facts["value"]) == ("messages[0]", 77)
+    request = question("hello", pb.Media(kind=pb.MEDIA_KIND_FRAME, data=b"x"))
+    error = refusal(request)
+    assert (error.facts["field"], error.facts["value"]) == ("kind", pb.MEDIA_KIND_FRAME)
