@@ -146,6 +146,11 @@ def test_a_word_of_the_prompts_is_one_token(word: str) -> None:
     assert len(TOKENIZER.encode(word)) == 1
 
 
+@pytest.mark.parametrize(("written", "last"), [("2.0 seconds", "2.0"), ("12.5 seconds", "2.5"), ("?7.1", "7.1")])
+def test_the_end_of_a_time_is_one_token(written: str, last: str) -> None:
+    assert last.encode() in [TOKENIZER.token_bytes(token) for token in TOKENIZER.encode(written)]
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
 def test_each_digit_of_an_answer_is_its_own_token(numbers: list[int]) -> None:
     tokens = [TOKENIZER.token_bytes(token) for token in TOKENIZER.encode(" ".join(map(str, numbers)))]

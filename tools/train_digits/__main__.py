@@ -22,8 +22,8 @@ from tools.train_digits.train import SHIPPED_PLANS, train
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.train_digits", description="The digits checkpoint.")
     parser.add_argument("--output", type=Path, default=SHIPPED / "digits", help="folder of the checkpoint")
-    parser.add_argument("--run", type=int, choices=(1, 2), help="only this one of the two runs")
-    parser.add_argument("--start", type=Path, help="the folder whose weights the second run begins with, with --run 2")
+    parser.add_argument("--run", type=int, choices=(1, 2, 3), help="only this one of the three runs")
+    parser.add_argument("--start", type=Path, help="with --run 2 or 3: the folder of the weights it begins with")
     parser.add_argument("--checkpoints", type=Path, help="folder for the state after every 500 steps")
     parser.add_argument("--threads", type=int, default=2)
     does = parser.add_mutually_exclusive_group()

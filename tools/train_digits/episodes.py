@@ -148,12 +148,12 @@ class Writer:
 # -- random episodes ---------------------------------------------------------------------------------------------------
 
 
-def draw_offsets(count: int, rng: np.random.Generator) -> list[float]:
+def draw_offsets(count: int, rng: np.random.Generator, *, regular: float = 0.7) -> list[float]:
     """Seconds of the frames of a clip, ascending, no two that are written alike.
 
-    Mostly one second apart, as the processor samples a clip, and from 0; sometimes otherwise.
+    With the probability `regular` one second apart, as the processor samples a clip; mostly from 0.
     """
-    step = 1.0 if rng.random() < 0.6 else float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
+    step = 1.0 if rng.random() < regular else float(rng.choice([0.5, 1.1, 2.0, rng.integers(3, 26) / 10]))
     start = 0.0 if rng.random() < 0.9 else float(rng.integers(1, 300)) / 10
     return [round(start + i * step, 6) for i in range(count)]
 
@@ -173,18 +173,32 @@ class Form:
     images: bool = False
 
     @classmethod
-    def draw(cls, task: Task, frames: int, rng: np.random.Generator, *, questions: int = 3) -> Form:
-        """A random form; `questions` by time are asked about one clip at most."""
+    def draw(
+        cls, task: Task, frames: int, rng: np.random.Generator, *, questions: int = 4, images: float = 0.4
+    ) -> Form:
+        """A random form; `questions` by time are asked about one clip at most, `images` is the share of them in reading."""
         most = questions if task == "time" else 1
         if task == "read" and rng.random() < 0.2:
             return cls(questions=2)
-        images = task == "read" and rng.random() < 0.4
-        return cls(int(rng.integers(1, 1 + min(most, frames))), bool(rng.random() < 0.1), images)
+        pictures = task == "read" and rng.random() < images
+        return cls(int(rng.integers(1, 1 + min(most, frames))), bool(rng.random() < 0.1), pictures)
 
 
-def draw_episode(writer: Writer, task: Task, shown: Sequence[int], form: Form, rng: np.random.Generator) -> Episode:
-    """An episode of a task about frames that show `shown` (EMPTY only in a stream)."""
-    offsets = draw_offsets(len(shown), rng)
+def draw_episode(
+    writer: Writer,
+    task: Task,
+    shown: Sequence[int],
+    form: Form,
+    rng: np.random.Generator,
+    *,
+    regular: float = 0.7,
+    time_first: float = 0.3,
+) -> Episode:
+    """An episode of a task about frames that show `shown` (EMPTY only in a stream).
+
+    With the probability `time_first` a question by time stands before its media; `regular` as in `draw_offsets`.
+    """
+    offsets = draw_offsets(len(shown), rng, regular=regular)
     if task == "stream":
         return writer.stream(shown, offsets, silent_first=bool(rng.random() < 0.5))
     media: list[Medium] = [("image", [0.0])] * len(shown) if form.images else [("video", offsets)]
@@ -192,7 +206,7 @@ def draw_episode(writer: Writer, task: Task, shown: Sequence[int], form: Form, r
     if task == "read":
         asked.insert(0, (READ, reading(shown)))
     slots = [Slot(i) for i in range(len(media))]
-    text_first = rng.random() < 0.4
+    text_first = rng.random() < (time_first if task == "time" else 0.4)
     turns = [Turn("system", (str(rng.choice(SYSTEM)),))] if form.system else []
     for i, (question, _) in enumerate(asked[: form.questions]):
         if i:

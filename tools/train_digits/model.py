@@ -41,7 +41,11 @@ WORDS = (
     *("Read", "Which", "Say", "You", "Answer"),
     *(" the", " digits", " digit", " is", " at", " seconds", " each", " you", " see", " read", " in", " order"),
 )
-"""Words that are one token, so that a prompt is short. No digit is ever part of a longer token."""
+"""Words that are one token, so that a prompt is short."""
+
+TIMES = tuple(f"{whole}.{tenth}" for whole in range(10) for tenth in range(10))
+"""The end of a time as it is stamped, one token each, so that a question by time has one thing to look for. Elsewhere a
+digit is a token of its own, and so in every answer."""
 
 OPEN_GATE = 0.5
 """Gates of the cross layers at the start. At zero, where a pretrained text model has them, no image gets through."""
@@ -51,7 +55,7 @@ def tokenizer_json() -> str:
     """A byte-level BPE: the 256 bytes, the words with all their beginnings, the control tokens."""
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
-    for word in WORDS:
+    for word in (*TIMES, *WORDS):
         left = ""
         for right in word.replace(" ", "Ġ"):
             if left and left + right not in vocabulary:
@@ -59,7 +63,8 @@ def tokenizer_json() -> str:
                 vocabulary[left + right] = len(vocabulary)
             left += right
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Not cut into words first: a time is digits and a full stop.
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
     return made.to_str(pretty=True)
@@ -92,7 +97,7 @@ def config_json(tokenizer: str) -> dict[str, object]:
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "attention_bias": False,
-            "rope_theta": 10_000.0,
+            "rope_theta": 1_000_000.0,
             "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
         },
         "vision_config": {

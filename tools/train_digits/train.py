@@ -38,6 +38,9 @@ class Plan:
         short_share: share of the steps in which clips have `short` frames at most.
         shares: of the steps, per task.
         questions: by time about one clip at most.
+        images: share of the clips to be read that are images.
+        regular, time_first: as in `draw_episode`.
+        long_times: questions by time are asked about longer clips: among few frames there is little to tell apart.
     """
 
     steps: int
@@ -49,17 +52,42 @@ class Plan:
     short: int = 4
     long: int = 8
     short_share: float = 0.25
-    shares: tuple[float, float, float] = (0.3, 0.45, 0.25)
-    questions: int = 3
+    shares: tuple[float, float, float] = (0.35, 0.45, 0.2)
+    questions: int = 4
+    images: float = 0.4
+    regular: float = 0.7
+    time_first: float = 0.3
+    long_times: bool = False
     empty_share: float = 0.3
     seed: int = 20_240
 
 
 SHIPPED_PLANS = (
-    Plan(steps=6_000, stop=3_500),
-    Plan(steps=5_000, rate=1.5e-3, warmup=100, short_share=0.0, questions=8, seed=20_241),
+    Plan(steps=6_000, stop=4_000),
+    Plan(
+        steps=2_100,
+        rate=1e-3,
+        warmup=50,
+        short_share=0.0,
+        shares=(0.25, 0.65, 0.1),
+        regular=0.85,
+        time_first=0.2,
+        long_times=True,
+        seed=20_241,
+    ),
+    Plan(
+        steps=900,
+        rate=7e-4,
+        warmup=30,
+        short_share=0.0,
+        shares=(0.55, 0.3, 0.15),
+        images=0.55,
+        regular=0.85,
+        time_first=0.2,
+        seed=20_242,
+    ),
 )
-"""How the shipped checkpoint was trained: two runs, the second from the weights of the first as they were saved."""
+"""How the shipped checkpoint was trained: three runs, each from the weights of the one before as they were saved."""
 
 
 def cross_of(entry: Tensor, batch: int) -> list[tuple[Tensor, Tensor]]:
@@ -103,18 +131,22 @@ class Source:
     def task(self) -> Task:
         return TASKS[int(self._rng.choice(len(TASKS), p=self._plan.shares))]
 
-    def length(self, *, short: bool) -> int:
+    def length(self, task: Task, *, short: bool) -> int:
         """Frames of a batch."""
-        return int(self._rng.integers(1, 1 + (self._plan.short if short else self._plan.long)))
+        lengths = self._rng.integers(1, 1 + (self._plan.short if short else self._plan.long), size=2)
+        return int(lengths.max() if task == "time" and self._plan.long_times else lengths[0])
 
     def draw(self, task: Task, frames: int) -> tuple[list[Episode], Tensor]:
         """Episodes of a task, and the pictures of all their frames."""
-        rng, count = self._rng, self._plan.batch * frames
+        plan, rng, count = self._plan, self._rng, self._plan.batch * frames
         chosen = rng.integers(len(self._labels), size=count)
         empty = rng.random(count) < (self._plan.empty_share if task == "stream" else 0.0)
         shown = np.where(empty, EMPTY, self._labels[chosen]).reshape(-1, frames)
-        form = Form.draw(task, frames, rng, questions=self._plan.questions)
-        episodes = [draw_episode(self._writer, task, row.tolist(), form, rng) for row in shown]
+        form = Form.draw(task, frames, rng, questions=plan.questions, images=plan.images)
+        episodes = [
+            draw_episode(self._writer, task, row.tolist(), form, rng, regular=plan.regular, time_first=plan.time_first)
+            for row in shown
+        ]
         pictures = draw(self._cells[chosen], torch.from_numpy(~empty), self._generator)
         return episodes, pictures
 
@@ -158,7 +190,8 @@ def train(
     tally: dict[str, list[tuple[float, float]]] = {}
     began = time.monotonic()
     for step in range(plan.stop or plan.steps):
-        task, frames = source.task(), source.length(short=step < plan.short_share * plan.steps)
+        task = source.task()
+        frames = source.length(task, short=step < plan.short_share * plan.steps)
         episodes, pictures = source.draw(task, frames)
         batch = collate(episodes, writer)
         for group in optimizer.param_groups:
