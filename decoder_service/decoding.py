@@ -56,14 +56,17 @@ class Decoding:
         reader = asyncio.create_task(_read(requests, inbox, arrived))
         try:
             while True:
-                arrived.clear()
-                while inbox:
-                    for response in await self._take(inbox.popleft()):
-                        yield response
+                # What was drawn is told before anything that came meanwhile is answered: the timeline has that order.
                 for response in self._answer.responses():
                     yield response
                 if self._answer.finished:
                     return
+                arrived.clear()
+                while inbox:
+                    for response in await self._take(inbox.popleft()):
+                        yield response
+                if self._answer.finished:
+                    continue
                 if not self._admitted and self._all_sized():
                     yield await self._admit()
                 if self._admitted:

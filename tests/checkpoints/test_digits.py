@@ -21,7 +21,7 @@ from tools.train_digits.episodes import READ, Medium, ask_time
 from tools.train_digits.evaluate import Exam, Reader
 
 REQUIRED = 0.97
-CLIPS_OF_A_LENGTH = 50
+CLIPS_OF_A_LENGTH = 20
 """One digit left out costs a clip all after it, so that fewer clips say little about one per cent."""
 LENGTHS = range(1, 9)
 

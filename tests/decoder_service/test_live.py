@@ -59,3 +59,20 @@ async def test_what_is_appended_is_laid_after_what_was_drawn_and_visibility_grow
             finished = (await live.close())[-1].finished
         assert finished.reason == pb.FINISH_REASON_CLOSED
         assert finished.usage.visual_tokens == 20
+
+
+async def test_what_was_drawn_is_told_before_what_came_later_is_answered() -> None:
+    """Indices of tokens and rows of events come in the order in which they lie on the timeline."""
+    rng = np.random.default_rng(32)
+    pool = digits.held_out_digits()
+    async with running() as service:
+        live = LiveTimeline(service)
+        await live.open(PROMPT)
+        told: list[str] = []
+        async with aclosing(live.responses):  # type: ignore[type-var]
+            for i in range(4):
+                live.laid.clear()
+                said = await live.show(digits.frame(pool[i][0], rng), float(i))
+                told.append(b"".join(map(service.decoder.prompt.token_bytes, said)).decode())
+            await live.close()
+    assert told == [str(pool[i][1]) for i in range(4)]

@@ -176,7 +176,7 @@ class Form:
     def draw(
         cls, task: Task, frames: int, rng: np.random.Generator, *, questions: int = 4, images: float = 0.4
     ) -> Form:
-        """A random form; `questions` by time are asked about one clip at most, `images` is the share of them in reading."""
+        """A random form: at most `questions` by time about one clip; the share `images` of what is read are images."""
         most = questions if task == "time" else 1
         if task == "read" and rng.random() < 0.2:
             return cls(questions=2)
