@@ -62,10 +62,9 @@ class Decoding:
                 if self._answer.finished:
                     return
                 arrived.clear()
-                while inbox:
+                if inbox:
                     for response in await self._take(inbox.popleft()):
                         yield response
-                if self._answer.finished:
                     continue
                 if not self._admitted and self._all_sized():
                     yield await self._admit()
