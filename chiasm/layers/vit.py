@@ -120,6 +120,7 @@ class VisionMLP(nn.Module):
         self.linear_fc2 = nn.Linear(intermediate, channels, device=device, dtype=dtype)
 
     def forward(self, x_pc: Tensor) -> Tensor:
+        """(P, C) to (P, C)."""
         out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x_pc), approximate="tanh"))
         return out
 
@@ -139,6 +140,7 @@ class VisionBlock(nn.Module):
     def forward(
         self, x_pc: Tensor, cos_pd: Tensor, sin_pd: Tensor, lengths: Sequence[int], attention: VarlenAttention
     ) -> Tensor:
+        """(P, C) to (P, C); (P, D) rotary tables, and the patches of each grid in `lengths`."""
         x_pc = x_pc + self.attn(self.norm1(x_pc), cos_pd, sin_pd, lengths, attention)
         out: Tensor = x_pc + self.mlp(self.norm2(x_pc))
         return out

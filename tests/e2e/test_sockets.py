@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,6 +26,19 @@ from tests import digits
 from tests.asking import Answer, ask, image, note, question, running, video
 from tests.e2e.test_requests import picture, settled
 
+T = TypeVar("T")
+
+
+async def told(call: grpc.aio.StreamStreamCall[Any, T]) -> AsyncIterator[T]:
+    """The responses of a call, errors as ours; closing it cancels the call."""
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    finally:
+        call.cancel()
+
 
 class Encoder:
     """`EncoderCalls` over a channel."""
@@ -32,15 +46,8 @@ class Encoder:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = encoder_pb2_grpc.EncoderStub(channel)
 
-    async def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]:
-        call = self.stub.Encode(requests)
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        finally:
-            call.cancel()
+    def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]:
+        return told(self.stub.Encode(requests))
 
 
 class Decoder:
@@ -49,15 +56,8 @@ class Decoder:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = decoder_pb2_grpc.DecoderStub(channel)
 
-    async def decode(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncIterator[dpb.DecodeResponse]:
-        call = self.stub.Decode(requests)
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        finally:
-            call.cancel()
+    def decode(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncIterator[dpb.DecodeResponse]:
+        return told(self.stub.Decode(requests))
 
 
 class OneModel:
@@ -88,9 +88,9 @@ async def behind_sockets(service: LocalService) -> AsyncIterator[router_pb2_grpc
     front = Server("127.0.0.1:0", message_bytes=CLIENT_MESSAGE_BYTES)
     async with connect(workers.target) as channel:
         encoder, decoder = Encoder(channel), Decoder(channel)
-        told = await encoder.stub.Info(epb.EncoderInfoRequest())
+        maker = await encoder.stub.Info(epb.EncoderInfoRequest())
         info = await decoder.stub.Info(dpb.DecoderInfoRequest())
-        assert told.models[0].fingerprint == info.models[0].fingerprint, "the halves of one checkpoint fit"
+        assert maker.models[0].fingerprint == info.models[0].fingerprint, "the halves of one checkpoint fit"
         router = RouterServicer(OneModel(encoder, decoder, info), tenant_root=bytes(32))
         front.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, router)
         await front.start()

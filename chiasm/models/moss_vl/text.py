@@ -36,6 +36,7 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(t.head_dim, t.rms_norm_eps, device=device, dtype=dtype)
 
     def forward(self, x_ne: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
+        """(N, E) to (N, E), zero for a row that sees nothing; (N, D) tables of the rows' text positions."""
         rows = x_ne.shape[0]
         q_nhd = rotate(self.q_norm(self.q_proj(x_ne).view(rows, -1, self.head_dim)), cos_nd, sin_nd)
         out: Tensor = self.o_proj(attention.attend_cross(q_nhd, layer=self.layer).reshape(rows, -1))
@@ -69,6 +70,7 @@ class SelfLayer(_Layer):
         )
 
     def forward(self, h_ne: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
+        """(N, E) residual stream to (N, E); (N, D) rotary tables."""
         h_ne = h_ne + self.self_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
         out: Tensor = h_ne + self.mlp(self.post_attention_layernorm(h_ne))
         return out
@@ -85,6 +87,7 @@ class CrossLayer(_Layer):
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
     def forward(self, h_ne: Tensor, sees_n1: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
+        """(N, E) residual stream to (N, E); `sees_n1` (N, 1) is 1 for a row that sees any vision token and 0 else."""
         crossed = self.cross_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
         h_ne = h_ne + self.cross_attn_attn_gate.tanh() * sees_n1 * crossed
         fed: Tensor = self.mlp(self.post_attention_layernorm(h_ne))
@@ -124,6 +127,10 @@ class MossVLDecoder(nn.Module):
     def forward(
         self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
     ) -> Tensor:
+        """(len(logits_at), vocabulary) logits of those rows, from (N,) ids and (3, N) positions.
+
+        `sees_n` (N,) tells which rows see any vision token; None when none does, and the cross layers are skipped.
+        """
         h_ne = self.embed_tokens(ids_n)
         cos_nd, sin_nd = self.rope.tables(positions_3n, h_ne.dtype)
         sees_n1 = None if sees_n is None else sees_n.to(h_ne.dtype).unsqueeze(-1)
