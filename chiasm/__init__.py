@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chiasm.client import (
+        TLS,
         AsyncClient,
         AsyncGenerationStream,
         Client,
+        Estimate,
         Event,
         Finished,
         Frames,
         FramesVisible,
         Generation,
         GenerationStream,
+        Handle,
         Image,
+        MediaEstimate,
         MediaUsage,
         Message,
         ModelInfo,
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "AsyncClient",
     "AsyncGenerationStream",
     "AuthenticationFailed",
@@ -62,15 +67,18 @@ __all__ = [
     "Client",
     "ConnectionFailed",
     "DeadlineExceeded",
+    "Estimate",
     "Event",
     "Finished",
     "Frames",
     "FramesVisible",
     "Generation",
     "GenerationStream",
+    "Handle",
     "IdleTimeout",
     "Image",
     "InvalidRequest",
+    "MediaEstimate",
     "MediaUsage",
     "Message",
     "ModelInfo",

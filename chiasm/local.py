@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from chiasm.cache.entry import tenant_root
 from chiasm.cache.memory import MemoryStore
-from chiasm.errors import ChiasmError, DeadlineExceeded, NotFound
+from chiasm.cache.tenant import tenant_root
+from chiasm.client.transport import Metadata
+from chiasm.errors import ChiasmError, DeadlineExceeded, Unavailable
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
 from chiasm.models.registry import Model, open_model
+from chiasm.rpc.replica import replica
 from chiasm.rpc.status import from_status, to_status
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -29,8 +31,8 @@ from decoder_service.engine import DecoderEngine, token_bytes
 from decoder_service.model import DecoderModel
 from decoder_service.servicer import DecoderServicer
 from encoder_service.engine import EncoderEngine
-from encoder_service.servicer import EncoderServicer, EncoderSettings
-from router.fleet import Pair
+from encoder_service.servicer import EncoderServicer
+from router.fleet import DecoderWorker, EncoderWorker, Served, Worker
 from router.servicer import RouterServicer
 
 TENANT = "local"
@@ -67,8 +69,18 @@ class _Encoder:
     def __init__(self, servicer: EncoderServicer) -> None:
         self.servicer = servicer
 
-    def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]:
-        return self.servicer.Encode(requests, None)
+    async def reach(self) -> None:
+        """It is here."""
+
+    def encode(
+        self,
+        requests: AsyncIterator[epb.EncodeRequest],
+        *,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        responses = self.servicer.Encode(requests, None)
+        assert isinstance(responses, AsyncGenerator), "a call can be closed"
+        return responses
 
 
 class _Decoder:
@@ -77,29 +89,46 @@ class _Decoder:
     def __init__(self, servicer: DecoderServicer) -> None:
         self.servicer = servicer
 
-    def decode(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncIterator[dpb.DecodeResponse]:
-        return self.servicer.Decode(requests, None)
+    async def reach(self) -> None:
+        """It is here."""
+
+    def decode(
+        self,
+        requests: AsyncIterator[dpb.DecodeRequest],
+        *,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        responses = self.servicer.Decode(requests, None)
+        assert isinstance(responses, AsyncGenerator), "a call can be closed"
+        return responses
 
 
 class _OnePair:
-    """`Fleet` of a single model."""
+    """`Fleet` of a single model. Its workers live as long as the process does: one that is lost is ending with it."""
 
-    def __init__(self, name: str, pair: Pair) -> None:
-        self._name = name
-        self._pair = pair
+    def __init__(self, model: Served, encoder: _Encoder, decoder: _Decoder) -> None:
+        self._model = model
+        self._encoder: EncoderWorker = Worker(secrets.token_bytes(16), encoder)
+        self._decoder: DecoderWorker = Worker(secrets.token_bytes(16), decoder)
+        self._ending = False
 
-    def models(self) -> dict[str, Pair]:
-        return {self._name: self._pair}
+    def models(self) -> Mapping[str, Served]:
+        return {self._model.name: self._model}
 
-    def choose(self, model: str) -> Pair:
-        if model != self._name:
-            shown = model[:160]
-            raise NotFound(
-                "MODEL_NOT_FOUND",
-                f"there is no model {shown!r} here, only {self._name}",
-                facts={"model": shown, "models": self._name},
-            )
-        return self._pair
+    async def decoder(self, model: Served) -> DecoderWorker:
+        self._check()
+        return self._decoder
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+        self._check()
+        return self._encoder
+
+    def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
+        self._ending = True
+
+    def _check(self) -> None:
+        if self._ending:
+            raise Unavailable("DRAINING", "the system in this process is ending", retry_after=1.0)
 
 
 class LocalService:
@@ -147,20 +176,22 @@ class LocalService:
         encoder = EncoderServicer(
             self.encoder,
             self.sandbox,
-            EncoderSettings(model=model.name, family=family, device=settings.device),
-            limits,
+            name=model.name,
+            family=family,
+            limits=limits,
+            me=replica(device=settings.device),
         )
-        decoder = DecoderServicer(self.decoder, name=model.name, family=family, device=settings.device)
-        pair = Pair(
+        decoder = DecoderServicer(self.decoder, name=model.name, family=family, me=replica(device=settings.device))
+        served = Served(
+            name=model.name,
             fingerprint=self.encoder.identity_digest,
-            encoder=_Encoder(encoder),
-            decoder=_Decoder(decoder),
             family=family,
             context_limit=self.decoder.context_limit,
             layers=decoder_half.layers_total,
         )
         root = tenant_root(secrets.token_bytes(32), TENANT)
-        self.router = RouterServicer(_OnePair(model.name, pair), tenant_root=root)
+        fleet = _OnePair(served, _Encoder(encoder), _Decoder(decoder))
+        self.router = RouterServicer(fleet, tenant_root=root)
 
     @classmethod
     async def start(cls, model: str, settings: LocalSettings | None = None) -> LocalService:
@@ -179,6 +210,7 @@ class LocalService:
         request: rpb.GenerateRequest,
         *,
         timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call, as gRPC's stubs take it
+        metadata: Metadata = (),
     ) -> AsyncGenerator[rpb.GenerateResponse, None]:
         """The events of an answer; `timeout` seconds bound the whole of it. Closing the generator cancels the request.
 
@@ -187,34 +219,75 @@ class LocalService:
 
         A request that names the model as it was opened is given the model's own name in place.
         """
+        self._name(request)
+        async with aclosing(self.router.generate(request, timeout=timeout)) as responses:
+            with _as_told(request.request_id):
+                async for response in responses:
+                    yield response
+
+    async def estimate(
+        self,
+        request: rpb.EstimateRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> rpb.EstimateResponse:
+        """What a prompt would cost. Raises as `generate`, and names the model in place as it does."""
+        self._name(request)
+        with _as_told(request.request_id):
+            return await self.router.estimate(request, timeout=timeout)
+
+    async def upload(
+        self,
+        requests: AsyncIterator[rpb.UploadRequest],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> rpb.UploadResponse:
+        """Keeps a medium for the requests that name it. What `requests` raises comes out as it is."""
+        clock = asyncio.timeout(timeout)
+        try:
+            async with clock:
+                return await self.router.upload(requests)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise DeadlineExceeded(f"the upload took longer than {timeout} s", stage="fetch") from None
+
+    async def list_models(
+        self,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - nothing is waited for
+        metadata: Metadata = (),
+    ) -> rpb.ListModelsResponse:
+        return await self.router.models()
+
+    async def wait_ready(
+        self,
+        timeout: float,  # noqa: ASYNC109 - nothing is waited for
+        *,
+        metadata: Metadata = (),
+    ) -> None:
+        """It is ready since it was started."""
+
+    def _name(self, request: rpb.GenerateRequest | rpb.EstimateRequest) -> None:
         if request.model == self._asked:
             request.model = self.name
-        loop = asyncio.get_running_loop()
-        end = None if timeout is None else loop.time() + timeout
-        responses = self.router.Generate(request, None)
-        assert isinstance(responses, AsyncGenerator)
-        async with aclosing(responses):
-            while True:
-                clock = asyncio.timeout_at(end)
-                try:
-                    async with clock:
-                        response = await anext(responses, None)
-                except ChiasmError:
-                    raise
-                except Exception as error:  # whatever it is, a caller is told what one behind a socket would be
-                    if isinstance(error, TimeoutError) and clock.expired():
-                        raise DeadlineExceeded(f"the request took longer than {timeout} s") from None
-                    _log.exception("request %s failed", request.request_id)
-                    raise from_status(to_status(error)) from error
-                if response is None:
-                    return
-                yield response
-
-    async def list_models(self) -> rpb.ListModelsResponse:
-        return await self.router.ListModels(rpb.ListModelsRequest(), None)
 
     async def close(self) -> None:
         """Ends everything that was started, the media processes included."""
         await self.sandbox.close()
         await self.encoder.close()
         await self.decoder.close()
+
+
+@contextmanager
+def _as_told(request_id: str) -> Iterator[None]:
+    """A fault that nobody foresaw comes out of the block as it would out of a socket, and is logged."""
+    try:
+        yield
+    except ChiasmError:
+        raise
+    except Exception as error:
+        _log.exception("request %s failed", request_id)
+        raise from_status(to_status(error)) from error

@@ -91,12 +91,14 @@ class Tokenizer:
         return cls(data, f"{path.parent.name}/{path.name}")
 
     def encode(self, text: str) -> list[int]:
-        """Ordinary tokens of `text`, whatever it spells.
+        """Ordinary tokens of `text`, whatever it spells. Other threads run meanwhile: megabytes take seconds.
 
         Raises ServerError CONTROL_TOKEN_IN_TEXT rather than return a control token: a tokenizer whose control tokens
         can be reached in a way that loading did not find.
         """
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        # Of the library's ways to encode only those for batches let go of the interpreter's lock.
+        (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded.ids
         if not self._names.keys().isdisjoint(ids):
             raise ServerError("CONTROL_TOKEN_IN_TEXT", "the model's tokenizer turns this text into a control token")
         return ids

@@ -10,11 +10,10 @@ import time
 from google.protobuf.duration_pb2 import Duration
 from torch import Tensor
 
-from chiasm.errors import InvalidRequest
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.timeline import LaidUnit, Timeline
+from chiasm.timeline import LaidUnit
 from decoder_service import convert
 from decoder_service.detokenizer import Detokenizer
 from decoder_service.model import DecoderModel
@@ -52,38 +51,20 @@ class Answer:
         """A token may follow the last row laid, as far as the answer is concerned."""
         return not self.finished and (not self._silent if self._live else self._closed)
 
-    def admit(self, timeline: Timeline) -> int:
-        """Takes the prompt as laid. Returns how many tokens can be drawn after it.
-
-        Raises InvalidRequest CONTEXT_LENGTH_EXCEEDED with every number, if prompt and answer do not fit the context.
-        """
-        self._prompt_rows = len(timeline)
-        limit = self._model.context_limit
-        # A position is spent per text token and several per unit; both the next position and the row count are bounded.
-        used = max(timeline.counter, len(timeline))
-        asked = self._options.max_tokens
-        if used + (asked or 1) > limit:
-            raise InvalidRequest(
-                "CONTEXT_LENGTH_EXCEEDED",
-                f"the prompt needs {used} positions and the answer {asked or 1}, the context has {limit}",
-                facts={
-                    "needed": used + (asked or 1),
-                    "limit": limit,
-                    "text": len(timeline),
-                    "visual": timeline.vision_tokens,
-                },
-            )
-        # Without a bound the answer may fill the context, but not more than the pool can ever hold.
-        self._limit = asked or max(1, min(limit - used, self._model.text_capacity - len(timeline)))
-        return self._limit
+    @property
+    def asked(self) -> int | None:
+        """Tokens that the caller wants at most; None for as many as there is room for."""
+        return self._options.max_tokens
 
     @property
     def room(self) -> int:
         """Tokens that may still be drawn."""
         return self._limit - self._drawn
 
-    def admitted(self, *, queued: float) -> None:
-        """There is room; it was waited for `queued` seconds."""
+    def admit(self, room: int, *, queued: float) -> None:
+        """There is room for so many tokens; it was waited for `queued` seconds."""
+        self._limit = room
+        self._prompt_rows = len(self._sequence.timeline)
         self._queued = queued
         self._begun = time.monotonic()
 
@@ -96,10 +77,17 @@ class Answer:
         if self._live:
             self._finish(pb.FINISH_REASON_CLOSED)
 
-    def draw(self, logits_v: Tensor) -> None:
-        """Draws the next token from the logits of the last row and lays it."""
+    def draw(self, logits_v: Tensor) -> int:
+        """The next token, from the (vocabulary,) logits of the last row. Changes nothing, so that any thread may draw
+        while nobody else does anything with this answer.
+
+        Raises ServerError NONFINITE for logits that no token can be drawn from.
+        """
+        return draw(logits_v, self._options.drawing, index=self._drawn, banned=self._banned)
+
+    def add(self, token: int) -> None:
+        """Lays the token that was drawn, and tells it."""
         timeline = self._sequence.timeline
-        token = draw(logits_v, self._options.drawing, index=self._drawn, banned=self._banned)
         if not self._drawn:
             self._first = time.monotonic()
             self._begin()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from chiasm.cache import wire
 from chiasm.cache.entry import Contract, EntryKey, open_entry, tag_secret
+from chiasm.cache.place import Place
 from chiasm.errors import ServerError
 from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -20,6 +22,11 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import UnitName
 from decoder_service.model import DecoderModel
 from decoder_service.sequence import DecodeSequence
+
+
+class _Announced(NamedTuple):
+    contract: Contract
+    place: Place
 
 
 class Attaching:
@@ -37,7 +44,7 @@ class Attaching:
         self._sequence = sequence
         self._secret = tag_secret(model.workers_secret, root)
         self._item_of = item_of
-        self._announced: dict[UnitName, Contract] = {}
+        self._announced: dict[UnitName, _Announced] = {}
         self._pins: dict[UnitName, tuple[EntryKey, bytes]] = {}  # entries and leases that are not given back yet
         self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
 
@@ -60,15 +67,15 @@ class Attaching:
                 item=self._item_of(ready.slot),
                 facts={"got": contract.shape[3], "needed": needed.shape[3]},
             )
-        self._announced[name] = contract
+        self._announced[name] = _Announced(contract, wire.place_of(ready.entry))
         self._pins[name] = (contract.key, ready.entry.lease.lease_id)
 
     async def resized(self, slot: int) -> None:
         """Takes back whatever no longer fits a slot that was sized anew. What merely moved is attached again."""
         sized = self._sequence.sized(slot)
         grids = [] if sized is None else sized.grids
-        for name, contract in list(self._announced.items()):
-            if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != contract.grid):
+        for name, announced in list(self._announced.items()):
+            if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != announced.contract.grid):
                 del self._announced[name]
                 await self._unpin(name)
         # In the device's thread, where extents are taken and given back.
@@ -81,13 +88,13 @@ class Attaching:
         """
         responses = []
         attached = dpb.DecodeAttached()
-        for name, contract in list(self._announced.items()):
+        for name, announced in list(self._announced.items()):
             if self._sequence.attached(name) or self._sequence.timeline.find(name) is None:
                 continue
             ref = pb.UnitRef(slot=name.slot, unit=name.unit)
-            opened = await self._open(contract)
+            opened = await self._open(*announced)
             if isinstance(opened, str):
-                self._ask_again(name, opened)
+                await self._ask_again(name, opened)
                 responses.append(dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=ref, cause=opened)))
                 continue
             await self._model.run(self._model.engine.attach, self._sequence, name, opened)
@@ -114,16 +121,16 @@ class Attaching:
             grid=grid,
         )
 
-    def _ask_again(self, name: UnitName, cause: str) -> None:
+    async def _ask_again(self, name: UnitName, cause: str) -> None:
         del self._announced[name]
-        self._pins.pop(name, None)
+        await self._unpin(name)
         self._asked[name] = self._asked.get(name, 0) + 1
         if self._asked[name] > 1:
             raise ServerError("ENTRY_MISSING", f"an entry was {cause} twice", item=self._item_of(name.slot))
 
-    async def _open(self, contract: Contract) -> Tensor | str:
+    async def _open(self, contract: Contract, place: Place) -> Tensor | str:
         """An entry's payload, verified; or the cause why it is not. A doubtful one is forgotten by the store."""
-        sealed = await self._model.store.get(contract.key)
+        sealed = await self._model.store.get(contract.key, place)
         if sealed is None:
             return "absent"
         opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from chiasm.chat_template import Piece, Slot, Turn
 from chiasm.errors import InvalidRequest, Unsupported
-from chiasm.models.family import Prompt
+from chiasm.models.family import Prompt, WrittenMedium
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.sampler import Drawing
 from decoder_service.sequence import SizedSlot
+
+MAX_TEXT_BYTES = 4 << 20
+"""Of one prompt. It bounds the time that tokenising takes, which grows with the size, whatever the text is: 3 to 9 s of
+one core for so much of one letter, of spaces, of digits, of words, of Chinese or of emoji, with 447 and with 60,000
+tokens."""
 
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant", pb.ROLE_TOOL: "tool"}
 
@@ -77,26 +83,51 @@ def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Opt
     )
 
 
-def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Piece]:
-    """Runs of token ids, and slots, in order. Raises InvalidRequest for a prompt that is none, or an empty one."""
-    pieces = _read_pieces(prompt, family, vocabulary)
+class ReadPrompt(NamedTuple):
+    """A prompt in our words.
+
+    Attributes:
+        pieces: runs of token ids, and slots, in order.
+        written: media whose tokens the caller wrote itself, by slot.
+    """
+
+    pieces: list[Piece]
+    written: dict[int, WrittenMedium]
+
+
+def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> ReadPrompt:
+    """Reads and tokenises a prompt. It may take seconds (`text_bytes`).
+
+    Raises InvalidRequest for a prompt that is none, an empty one, and ids that are no tokens of this model or stand for
+    a medium without leave.
+    """
+    written: dict[int, WrittenMedium] = {}
+    pieces = _read_pieces(prompt, family, vocabulary, written)
     if not any(isinstance(piece, Slot) or piece for piece in pieces):
         raise InvalidRequest("EMPTY_PROMPT", "there is neither text nor a medium")
-    return pieces
+    return ReadPrompt(pieces, written)
 
 
-def check_length(pieces: Iterable[Piece], limit: int) -> None:
-    """Raises InvalidRequest for a prompt whose text alone fills the context, before any of it is laid."""
-    needed = sum(len(piece) for piece in pieces if not isinstance(piece, Slot))
-    if needed >= limit:
+def text_bytes(prompt: pb.Prompt) -> int:
+    """Bytes of text in a prompt. Raises InvalidRequest TEXT_TOO_LARGE for more than may be tokenised."""
+    turns = prompt.conversation.turns
+    parts = [*prompt.plain.parts, *(part for turn in turns for part in turn.parts)]
+    return bounded_bytes("".join(part.text for part in parts))
+
+
+def bounded_bytes(text: str) -> int:
+    """Bytes of a text. Raises InvalidRequest TEXT_TOO_LARGE for more than may be tokenised."""
+    size = len(text.encode())
+    if size > MAX_TEXT_BYTES:
         raise InvalidRequest(
-            "CONTEXT_LENGTH_EXCEEDED",
-            f"the text has {needed} tokens, the context {limit}",
-            facts={"needed": needed, "limit": limit, "text": needed},
+            "TEXT_TOO_LARGE",
+            f"the prompt has {size} bytes of text, {MAX_TEXT_BYTES} are allowed",
+            facts={"bytes": size, "limit": MAX_TEXT_BYTES, "cause": "size"},
         )
+    return size
 
 
-def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Piece]:
+def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int, written: dict[int, WrittenMedium]) -> list[Piece]:
     which = prompt.WhichOneof("form")
     if which == "conversation":
         if prompt.conversation.continue_last:
@@ -106,7 +137,7 @@ def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> list[Pie
             raise InvalidRequest("EMPTY_PROMPT", "the conversation has no turns")
         return family.turns(turns)
     if which == "plain":
-        return [_plain_piece(part, family, vocabulary, f"parts[{i}]") for i, part in enumerate(prompt.plain.parts)]
+        return _plain_pieces(prompt.plain.parts, family, vocabulary, written)
     raise InvalidRequest("FIELD_MISSING", "the prompt is missing", facts={"field": "prompt"})
 
 
@@ -129,35 +160,66 @@ def read_turn(turn: pb.Turn, item: str) -> Turn:
     return Turn(_ROLES[turn.role], tuple(parts))
 
 
-def _plain_piece(part: pb.Part, family: Prompt, vocabulary: int, item: str) -> Piece:
-    which = part.WhichOneof("content")
-    if which == "text":
-        return family.text(part.text)
-    if which == "slot":
-        return Slot(part.slot)
-    if which == "tokens":
-        for i, token in enumerate(part.tokens.ids):
-            if token >= vocabulary:
-                raise InvalidRequest.out_of_range(f"{item}.ids[{i}]", token, f"0 to {vocabulary - 1}")
-            if token in family.banned_ids:
-                raise InvalidRequest(
-                    "PLACEHOLDER_MISMATCH",
-                    f"token {token} stands for a medium: name a slot",
-                    item=item,
-                    facts={"index": i},
-                )
-        return list(part.tokens.ids)
-    raise InvalidRequest("FIELD_MISSING", "a part is empty", item=item)
+def _plain_pieces(
+    parts: Iterable[pb.Part], family: Prompt, vocabulary: int, written: dict[int, WrittenMedium]
+) -> list[Piece]:
+    """The pieces of a plain prompt. Media that the caller wrote as pads take the next slots, and go into `written`."""
+    pieces: list[Piece] = []
+    slots = 0
+    for i, part in enumerate(parts):
+        which = part.WhichOneof("content")
+        if which == "text":
+            pieces.append(family.text(part.text))
+        elif which == "slot":
+            pieces.append(Slot(part.slot))
+            slots += 1
+        elif which == "tokens":
+            for piece in _token_pieces(part.tokens, family, vocabulary, f"parts[{i}]"):
+                if isinstance(piece, WrittenMedium):
+                    written[slots] = piece
+                    pieces.append(Slot(slots))
+                    slots += 1
+                else:
+                    pieces.append(piece)
+        else:
+            raise InvalidRequest("FIELD_MISSING", "a part is empty", item=f"parts[{i}]")
+    return pieces
 
 
-def sized_slot(sized: dpb.DecodeSized, kind: pb.MediaKind.ValueType, family: Prompt) -> SizedSlot:
-    """The units of a slot with the text around them. Raises InvalidRequest for a slot without any, or with too many."""
+def _token_pieces(run: pb.TokenRun, family: Prompt, vocabulary: int, item: str) -> Sequence[list[int] | WrittenMedium]:
+    for i, token in enumerate(run.ids):
+        if token >= vocabulary:
+            raise InvalidRequest.out_of_range(f"{item}.ids[{i}]", token, f"0 to {vocabulary - 1}")
+        if token in family.banned_ids and not run.pads_bind_slots:
+            raise InvalidRequest(
+                "PLACEHOLDER_MISMATCH",
+                f"token {token} stands for a medium: name a slot, or let pads bind slots",
+                item=item,
+                facts={"index": i},
+            )
+    if not run.pads_bind_slots:
+        return [list(run.ids)]
+    try:
+        return family.written(list(run.ids))
+    except InvalidRequest as error:
+        raise error.at(item) from None
+
+
+def sized_slot(
+    sized: dpb.DecodeSized, kind: pb.MediaKind.ValueType, family: Prompt, written: WrittenMedium | None = None
+) -> SizedSlot:
+    """The units of a slot with the text around them: the family's, or what the caller wrote itself.
+
+    Raises InvalidRequest for a slot without any units, and where another number of them is laid.
+    """
     if not sized.units:
         raise InvalidRequest("NO_FRAMES", "a medium has no units")
     offsets = [to_seconds(unit.frames[0].frame_offset) if unit.frames else 0.0 for unit in sized.units]
-    if kind == pb.MEDIA_KIND_FRAME:
+    if written is not None:
+        pieces = written.pieces
+    elif kind == pb.MEDIA_KIND_FRAME:
         before, after = family.frame(offsets[0])
-        pieces: list[list[int] | int] = [before, 0, after]
+        pieces = [before, 0, after]
     else:
         pieces = family.medium("video" if kind == pb.MEDIA_KIND_VIDEO else "image", offsets)
     laid = [piece for piece in pieces if isinstance(piece, int)]

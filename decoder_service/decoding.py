@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
 
 from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service import convert
+from decoder_service.ahead import ahead, ended
 from decoder_service.answer import Answer
 from decoder_service.attaching import Attaching
-from decoder_service.engine import Work
+from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
 from decoder_service.model import DecoderModel
 from decoder_service.sequence import Drop
 
-CHUNK = 512
-"""Rows of one step of a prefill."""
+UNREAD = 64
+"""Responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then waits for a
+socket, so those who run together stay together, and a slow reader holds up nobody but itself."""
 
 
 class Decoding:
@@ -33,24 +36,24 @@ class Decoding:
         self._model = model
         self._open = opened
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
+        self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
         self._sequence = model.engine.sequence()
         self._answer = Answer(model, opened, self._sequence)
         self._entries = Attaching(model, self._sequence, root=opened.tenant_root, item_of=self._items.get)
+        self._prompt = convert.ReadPrompt([], {})
         self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
         self._event = 0  # the last one that came
         self._closed = False
         self._ended = False  # the caller's side
         self._admitted = False
 
-    async def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
-        model = self._model
-        # In a thread: tokenising megabytes takes seconds, and everybody else's stream would stand still.
-        pieces = await asyncio.to_thread(convert.read_prompt, self._open.prompt, model.prompt, model.vocabulary)
-        convert.check_slots(pieces, self._open.slots)
-        convert.check_length(pieces, model.context_limit)
-        self._sequence.extend(pieces)
+    def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        return ahead(self._run(requests), items=UNREAD)
+
+    async def _run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        await self._read_prompt()
         inbox: deque[dpb.DecodeRequest | Exception | None] = deque()
         arrived = asyncio.Event()
         reader = asyncio.create_task(_read(requests, inbox, arrived))
@@ -66,6 +69,9 @@ class Decoding:
                     for response in await self._take(inbox.popleft()):
                         yield response
                     continue
+                if self._estimate and self._all_sized():
+                    yield await self._told_estimate()
+                    return
                 if not self._admitted and self._all_sized():
                     yield await self._admit()
                 if self._admitted:
@@ -77,11 +83,27 @@ class Decoding:
                     await arrived.wait()  # nothing to do until something comes
         finally:
             reader.cancel()
-            try:
-                await model.release(self._sequence)
-            finally:
-                unread = (message.ready.entry for message in inbox if isinstance(message, dpb.DecodeRequest))
-                await self._entries.close(unread)
+            messages = [message for message in inbox if isinstance(message, dpb.DecodeRequest)]
+            unread = [message.ready.entry for message in messages if message.HasField("ready")]
+            giving_back = asyncio.create_task(self._give_back(unread))
+            await ended(giving_back)
+            giving_back.result()
+
+    async def _read_prompt(self) -> None:
+        """Reads and lays the prompt, in threads: it may take seconds, and everybody else's stream would stand still."""
+        model, prompt = self._model, self._open.prompt
+        size = convert.text_bytes(prompt)
+        self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
+        convert.check_slots(self._prompt.pieces, self._open.slots)
+        if not self._estimate:
+            check_text(self._prompt.pieces, model.context_limit)
+            await asyncio.to_thread(self._sequence.extend, self._prompt.pieces)
+
+    async def _give_back(self, unread: Sequence[pb.Entry]) -> None:
+        try:
+            await self._model.release(self._sequence)
+        finally:
+            await self._entries.close(unread)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
 
@@ -96,7 +118,7 @@ class Decoding:
         which = message.WhichOneof("message")
         if which == "sized":
             await self._size(message.sized)
-        elif which == "ready":
+        elif which == "ready" and not self._estimate:
             self._entries.announce(message.ready)
         elif which == "append" and self._live and not self._closed:
             await self._append(message.append)
@@ -114,7 +136,8 @@ class Decoding:
         if sized.slot not in self._kinds:
             raise InvalidRequest("PLACEHOLDER_MISMATCH", f"slot {sized.slot} is not in the prompt")
         try:
-            slot = convert.sized_slot(sized, self._kinds[sized.slot], self._model.prompt)
+            written = self._prompt.written.get(sized.slot)
+            slot = convert.sized_slot(sized, self._kinds[sized.slot], self._model.prompt, written)
             self._sequence.size(sized.slot, slot)
         except InvalidRequest as error:
             raise error.at(self._items[sized.slot]) from None
@@ -130,11 +153,7 @@ class Decoding:
             return
         used = max(timeline.counter, len(timeline)) + (1 if self._live else self._answer.room)
         if used > model.context_limit:
-            raise InvalidRequest(
-                "CONTEXT_LENGTH_EXCEEDED",
-                f"the timeline needs {used} positions, the context has {model.context_limit}",
-                facts={"needed": used, "limit": model.context_limit},
-            )
+            raise context_exceeded(f"the timeline needs {used} positions", needed=used, limit=model.context_limit)
         await model.keep_within(
             self._sequence,
             text=len(timeline) + (0 if self._live else self._answer.room),
@@ -155,8 +174,8 @@ class Decoding:
             text = "".join(part for part in turn.parts if isinstance(part, str))
             if turn.role != "user" or len(turn.parts) != 1 or not text:
                 raise InvalidRequest("MESSAGE_ORDER", "a live timeline takes user turns of text")
-            ids = await asyncio.to_thread(self._model.prompt.spliced, text)
-            convert.check_length([ids], self._model.context_limit)
+            ids = await self._model.tokenise(convert.bounded_bytes(text), self._model.prompt.spliced, text)
+            check_text([ids], self._model.context_limit)
             self._lay_event(append.event, ids)
         elif which == "slot" and [slot.slot for slot in append.slots] == [append.slot]:
             self._lay_event(append.event, Slot(append.slot))
@@ -189,36 +208,63 @@ class Decoding:
 
     async def _admit(self) -> dpb.DecodeResponse:
         """Waits for room in both pools for all of the prompt and the longest answer; refuses what can never fit."""
-        timeline = self._sequence.timeline
-        room = self._answer.admit(timeline)
-        needed = self._model.context_limit if self._live else len(timeline) + room
+        model, timeline = self._model, self._sequence.timeline
+        needs = Needs(len(timeline), timeline.counter, timeline.vision_tokens)
+        asked = self._answer.asked
+        if needs.context + (asked or 1) > model.context_limit:
+            raise await asyncio.to_thread(self._parts().too_long, model.limits, asked)
+        # What no pool can ever hold is refused by `reserve`, which knows the numbers.
+        room = model.limits.room(needs, asked) or asked or 1
         began = time.monotonic()
-        await self._model.reserve(self._sequence, text=needed, visual=timeline.vision_tokens)
-        self._answer.admitted(queued=time.monotonic() - began)
+        text = model.context_limit if self._live else needs.rows + room
+        await model.reserve(self._sequence, text=text, visual=needs.visual)
+        self._answer.admit(room, queued=time.monotonic() - began)
         self._admitted = True
-        admitted = dpb.DecodeAdmitted(
-            prompt_tokens=len(timeline),
-            visual_tokens=timeline.vision_tokens,
-            room=room,
-            context_limit=self._model.context_limit,
-        )
-        return dpb.DecodeResponse(admitted=admitted)
+        return _admitted(needs, room, model.context_limit)
+
+    async def _told_estimate(self) -> dpb.DecodeResponse:
+        """What the prompt needs, how much room it leaves, and what would make it fit if it leaves none."""
+        parts, limits, asked = self._parts(), self._model.limits, self._answer.asked
+        needs = await asyncio.to_thread(parts.needs)
+        room = limits.room(needs, asked)
+        fits_with = "" if room else await asyncio.to_thread(parts.fits_with, limits, asked)
+        return _admitted(needs, room, limits.context, fits_with)
+
+    def _parts(self) -> PromptParts:
+        """The prompt with its media as they were sized."""
+        media = {}
+        for slot in self._open.slots:
+            sized = self._sequence.sized(slot.slot)
+            assert sized is not None, "it is asked once every slot is sized"
+            thinned = slot.kind == pb.MEDIA_KIND_VIDEO and slot.slot not in self._prompt.written
+            media[slot.slot] = Medium(sized, partial(self._model.prompt.medium, "video") if thinned else None)
+        return PromptParts(self._prompt.pieces, media, self._model.engine.processor.unit_layout)
 
     async def _compute(self) -> bool:
-        """One step, if any row can be computed or token drawn. The last row laid waits until it is known to be last."""
+        """Takes part in one step, if any row can be computed or token drawn. The last row laid waits until it is known
+        to be last."""
         sequence = self._sequence
         laid = len(sequence.timeline)
         drawing = self._answer.may_draw and sequence.laid_whole and sequence.ready_rows == laid
         ready = min(sequence.ready_rows, laid if drawing else laid - 1)
-        rows = min(ready - sequence.computed, CHUNK)
+        rows = ready - sequence.computed
         if rows <= 0:
             return False
-        draws = drawing and sequence.computed + rows == laid
-        work = Work(sequence, rows, "last" if draws else "none")
-        (logits,) = await self._model.run(self._model.engine.step, [work])
-        if draws:
-            self._answer.draw(logits[-1])
+        token = await self._model.scheduler.step(sequence, rows, self._answer.draw if drawing else None)
+        if token is not None:
+            self._answer.add(token)
         return True
+
+
+def _admitted(needs: Needs, room: int, context_limit: int, fits_with: str = "") -> dpb.DecodeResponse:
+    admitted = dpb.DecodeAdmitted(
+        prompt_tokens=needs.rows,
+        visual_tokens=needs.visual,
+        room=room,
+        context_limit=context_limit,
+        fits_with=fits_with,
+    )
+    return dpb.DecodeResponse(admitted=admitted)
 
 
 def _protocol(message: str) -> InvalidRequest:

@@ -1,23 +1,36 @@
-"""What all timelines of a decoder share: the engine and its thread, tokenizer and template, the store, the
-reservations."""
+"""What all timelines of a decoder share: the engine and its thread, the scheduler, tokenizer and template, the store,
+the reservations."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from chiasm.cache.store import EntryStore
 from chiasm.errors import InvalidRequest, Overloaded, ServerError
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
-from decoder_service.engine import DecoderEngine
+from decoder_service.engine import DecoderEngine, Work
+from decoder_service.fitting import Limits
+from decoder_service.scheduler import Outcome, Scheduler, Share
 from decoder_service.sequence import DecodeSequence
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Draw: TypeAlias = Callable[[Tensor], int]
+"""(vocabulary,) logits to a token."""
+
+MAX_ROWS = 512
+"""Rows of one step, where nothing else is said."""
+
+LARGE_TEXT = 1 << 16
+"""Bytes from which tokenising takes long enough to be waited for."""
 
 
 class _Room(NamedTuple):
@@ -33,10 +46,21 @@ class DecoderModel:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
+        max_rows: of one step, over all sequences.
+
+    Attributes:
+        scheduler: who runs next. It draws in the device's thread, because a vocabulary is large.
     """
 
     def __init__(
-        self, engine: DecoderEngine, prompt: Prompt, *, fingerprint: str, store: EntryStore, workers_secret: bytes
+        self,
+        engine: DecoderEngine,
+        prompt: Prompt,
+        *,
+        fingerprint: str,
+        store: EntryStore,
+        workers_secret: bytes,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self.engine = engine
         self.prompt = prompt
@@ -49,12 +73,24 @@ class DecoderModel:
         self.vocabulary = engine.half.vocab_size
         self.context_limit = engine.half.max_positions
         self.text_capacity = engine.pages.total * engine.pages.page_size
+        self.limits = Limits(self.context_limit, self.text_capacity, engine.extents.total)
         self.silence_id = prompt.silence_id
+        self.scheduler: Scheduler[DecodeSequence, Draw] = Scheduler(self._step, max_rows=max_rows)
         self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+        self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._reserved: dict[DecodeSequence, _Room] = {}
         self._turns: deque[object] = deque()  # who waits for room, in order
         self._freed = asyncio.Condition()
-        self._releasing: set[asyncio.Task[None]] = set()
+
+    @property
+    def running(self) -> int:
+        """Timelines that have room reserved."""
+        return len(self._reserved)
+
+    @property
+    def waiting(self) -> int:
+        """Timelines that wait for room."""
+        return len(self._turns)
 
     def token_bytes(self, token: int) -> bytes:
         return self.prompt.token_bytes(token)
@@ -62,6 +98,20 @@ class DecoderModel:
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method of the engine in the device's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._device, lambda: function(*args, **kwargs))
+
+    async def tokenise(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a function that tokenises `size` bytes of text, in a thread. Large texts go one by one: they wait for
+        each other, and nobody else waits for them."""
+        pool = self._large_texts if size > LARGE_TEXT else None
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: function(*args, **kwargs))
+
+    async def _step(self, shares: Sequence[Share[DecodeSequence, Draw]]) -> Sequence[Outcome]:
+        return await self.run(self._compute, shares)
+
+    def _compute(self, shares: Sequence[Share[DecodeSequence, Draw]]) -> list[Outcome]:
+        works = [Work(share.sequence, share.rows, "last" if share.draw else "none") for share in shares]
+        logits = self.engine.step(works)
+        return [_drawn(share.draw, logits_rv) for share, logits_rv in zip(shares, logits, strict=True)]
 
     async def reserve(self, sequence: DecodeSequence, *, text: int, visual: int) -> None:
         """Waits, first come first served, until both pools have room for a whole timeline, and keeps it free.
@@ -121,16 +171,8 @@ class DecoderModel:
         self._reserved[sequence] = _Room(held.pages, max(need.visual, held.visual))
 
     async def release(self, sequence: DecodeSequence) -> None:
-        """Gives back everything a timeline holds or has reserved, after the step that is running.
-
-        It is done even if the caller is cancelled while it waits for that.
-        """
-        releasing = asyncio.create_task(self._release(sequence))
-        self._releasing.add(releasing)
-        releasing.add_done_callback(self._releasing.discard)
-        await asyncio.shield(releasing)
-
-    async def _release(self, sequence: DecodeSequence) -> None:
+        """Gives back everything a timeline holds or has reserved, after the step that is running."""
+        self.scheduler.leave(sequence)
         await self.run(self.engine.release, sequence)
         self._reserved.pop(sequence, None)
         await self._wake()
@@ -145,5 +187,16 @@ class DecoderModel:
             self._freed.notify_all()
 
     async def close(self) -> None:
-        await asyncio.gather(*self._releasing)
+        await self.scheduler.close()
         await asyncio.to_thread(self._device.shutdown)
+        await asyncio.to_thread(self._large_texts.shutdown, cancel_futures=True)
+
+
+def _drawn(draw: Draw | None, logits_rv: Tensor) -> Outcome:
+    """A token, or why none could be drawn: that is the sequence's own fault and nobody else's."""
+    if draw is None:
+        return None
+    try:
+        return draw(logits_rv[-1])
+    except Exception as error:
+        return error

@@ -1,22 +1,24 @@
-"""`Decoder` on the wire."""
+"""`Decoder` on the wire: who it is, what it refuses, and what it counts of the calls that it lets in."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from chiasm import __version__
 from chiasm.cache import wire
-from chiasm.errors import InvalidRequest, Unsupported
+from chiasm.errors import InvalidRequest, Overloaded, Unsupported
+from chiasm.rpc.replica import replica
+from chiasm.rpc.times import to_duration
+from chiasm.rpc.turns import Turn, Turns
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc
 from decoder_service.decoding import Decoding
 from decoder_service.model import DecoderModel
 
-_MODES = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN)
+_MODES = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN, dpb.SAMPLE_MODE_ESTIMATE)
 
 
 class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
@@ -25,48 +27,115 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
     Args:
         name: what requests call the model.
         family: for people.
+        me: what it tells of its process; by default of a CPU and no arena.
+        turns: its calls, counted and bounded. A timeline waits until it is admitted: the pools say how many run.
+        draining: whether it takes nothing new.
+
+    Attributes:
+        rejections: calls refused for now, by reason.
+        finished: sequences that ended, by reason.
+        prompt_tokens, visual_tokens, generation_tokens: of the timelines that were admitted.
     """
 
-    def __init__(self, model: DecoderModel, *, name: str, family: str, device: str = "cpu") -> None:
-        self._model = model
-        self._name = name
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        name: str,
+        family: str,
+        me: pb.Replica | None = None,
+        turns: Turns | None = None,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model = model
+        self.name = name
+        self.turns = turns or Turns(max_waiting=256)
+        self.rejections: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.visual_tokens = 0
+        self.generation_tokens = 0
         self._family = family
-        self._replica = pb.Replica(
-            replica_id=secrets.token_bytes(16), node_id="local", version=__version__, device=device
-        )
+        self._me = me or replica(device="cpu")
+        self._draining = draining
 
     async def Info(self, request: dpb.DecoderInfoRequest, context: Any) -> dpb.DecoderInfoResponse:
-        engine = self._model.engine
+        engine = self.model.engine
         model = dpb.DecoderModel(
-            name=self._name,
+            name=self.name,
             family=self._family,
-            fingerprint=self._model.identity_digest,
-            forms=[wire.form_code(self._model.identity.form)],
+            fingerprint=self.model.identity_digest,
+            forms=[wire.form_code(self.model.identity.form)],
             dtype=wire.dtype_code(engine.half.dtype),
-            context_limit=self._model.context_limit,
+            context_limit=self.model.context_limit,
             layers=engine.half.layers_total,
             modes=_MODES,
-            vocabulary=self._model.vocabulary,
+            vocabulary=self.model.vocabulary,
         )
         limits = dpb.DecoderLimits(
-            self_pool_tokens=engine.pages.total * engine.pages.page_size, cross_pool_tokens=engine.extents.total
+            self_pool_tokens=engine.pages.total * engine.pages.page_size,
+            cross_pool_tokens=engine.extents.total,
+            max_waiting=self.turns.max_waiting,
         )
-        return dpb.DecoderInfoResponse(replica=self._replica, models=[model], limits=limits)
+        load = pb.Load(
+            running=self.turns.running,
+            waiting=self.turns.waiting,
+            oldest_wait=to_duration(self.turns.oldest_wait),
+            pool_usage=max(self.usage().values()),
+        )
+        return dpb.DecoderInfoResponse(
+            replica=self._me, models=[model], limits=limits, load=load, draining=self._draining()
+        )
+
+    def usage(self) -> dict[str, float]:
+        """The share of each pool that is taken, from 0 to 1."""
+        engine = self.model.engine
+        return {
+            "self": 1 - engine.pages.free / engine.pages.total,
+            "cross": 1 - engine.extents.free / engine.extents.total,
+        }
 
     async def Decode(
         self, request_iterator: AsyncIterator[dpb.DecodeRequest], context: Any
     ) -> AsyncIterator[dpb.DecodeResponse]:
-        first = await anext(request_iterator, None)
+        try:
+            with self.turns.enter() as turn:
+                async with aclosing(self._decode(request_iterator, turn)) as responses:
+                    async for response in responses:
+                        yield response
+        except Overloaded as error:
+            self.rejections[error.reason] += 1
+            raise
+
+    async def _decode(
+        self, requests: AsyncIterator[dpb.DecodeRequest], turn: Turn
+    ) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        first = await anext(requests, None)
         if first is None or not first.HasField("open"):
             raise InvalidRequest("UPLOAD_PROTOCOL", "a timeline begins with open")
         self._check(first.open)
-        async with aclosing(Decoding(self._model, first.open).run(request_iterator)) as responses:
+        async with aclosing(Decoding(self.model, first.open).run(requests)) as responses:
             async for response in responses:
+                if first.open.sample != dpb.SAMPLE_MODE_ESTIMATE:
+                    if response.HasField("admitted"):
+                        await turn.begin()
+                    self._count(response)
                 yield response
+
+    def _count(self, response: dpb.DecodeResponse) -> None:
+        which = response.WhichOneof("message")
+        if which == "admitted":
+            self.prompt_tokens += response.admitted.prompt_tokens
+            self.visual_tokens += response.admitted.visual_tokens
+        elif which == "tokens":
+            self.generation_tokens += len(response.tokens.ids)
+        elif which == "finished":
+            name = pb.FinishReason.Name(response.finished.reason)
+            self.finished[name.removeprefix("FINISH_REASON_").lower()] += 1
 
     def _check(self, opened: dpb.DecodeOpen) -> None:
         """Refuses what is for another model, and by name what this release does not do."""
-        if opened.model != self._name or opened.fingerprint != self._model.identity_digest:
+        if opened.model != self.name or opened.fingerprint != self.model.identity_digest:
             raise Unsupported("FINGERPRINT_MISMATCH", "this worker serves another model")
         if len(opened.tenant_root) != 32:
             raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})

@@ -63,8 +63,7 @@ class Announcing:
             self._flying.popleft()
             self.cached += announced.cached
             self._told.append((announced.contract.key, lease.id))
-            entry = wire.announce(announced.contract)
-            entry.memory.SetInParent()
+            entry = wire.announce(announced.contract, announced.place)
             entry.lease.lease_id = lease.id
             entry.lease.expire_time.FromNanoseconds(int((time.time() + lease.seconds) * 1e9))
             yield epb.EncodeReady(unit=number, entry=entry, cached=announced.cached)

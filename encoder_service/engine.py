@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, EntryKey, Sealed, seal, tag_secret, unit_key
+from chiasm.cache.place import Place
 from chiasm.cache.store import EntryStore, Lease
 from chiasm.errors import Overloaded, Unavailable
 from chiasm.media.patches import resize
@@ -29,9 +30,10 @@ _RETRY = 0.01
 
 
 class Announced(NamedTuple):
-    """An entry in the store, pinned, and whether it was there already."""
+    """An entry in the store, pinned, where it lies, and whether it was there already."""
 
     contract: Contract
+    place: Place
     cached: bool
 
 
@@ -43,7 +45,7 @@ class _Flight:
     pixels: Tensor
     plan: MediumPlan
     root: bytes
-    done: asyncio.Future[Contract]
+    done: asyncio.Future[Place]
     leases: list[Lease] = field(default_factory=list)
     """Of the callers that wait for it: each gets its pin with the entry."""
 
@@ -120,16 +122,16 @@ class EncoderEngine:
         contract = self._contract(key, plan)
         try:
             if key not in self._flying and not afresh:
-                sealed = await self.store.get(key, lease=lease)
-                if sealed is not None and Contract.unpack(sealed.header) == contract:
+                pinned = await self.store.pin(key, lease)
+                if pinned is not None and Contract.unpack(pinned.header) == contract:
                     self.counts.cached_units += 1
-                    return Announced(contract, cached=True)
+                    return Announced(contract, pinned.place, cached=True)
             flight = self._flying.get(key)  # another caller may have come while the store was asked
             if flight is None:
                 flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))
             else:
                 self.counts.joined_units += 1
-            return Announced(await self._wait(flight, lease), cached=False)
+            return Announced(contract, await self._wait(flight, lease), cached=False)
         except BaseException:
             await self.store.release(key, lease.id)  # the caller will never be told of it
             raise
@@ -166,7 +168,7 @@ class EncoderEngine:
             grid=plan.grid,
         )
 
-    async def _wait(self, flight: _Flight, lease: Lease) -> Contract:
+    async def _wait(self, flight: _Flight, lease: Lease) -> Place:
         """Waits for a flight without owning it; the last one to leave drops it if it has not begun."""
         flight.leases.append(lease)
         try:
@@ -185,13 +187,13 @@ class EncoderEngine:
                 try:
                     if isinstance(entry, Exception):
                         raise entry
-                    await self._put(entry, flight)
+                    place = await self._put(entry, flight)
                 except Exception as error:
                     self._fail(flight, error)
                 else:
                     self.counts.encoded_units += 1
                     del self._flying[flight.key]
-                    flight.done.set_result(self._contract(flight.key, flight.plan))
+                    flight.done.set_result(place)
 
     async def _pass(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
         """One pass through the model. If a batch fails as a whole its units are tried alone: one unit's fault is its
@@ -204,7 +206,7 @@ class EncoderEngine:
                 return [error]
         return [(await self._pass([flight]))[0] for flight in batch]
 
-    async def _put(self, sealed: Sealed, flight: _Flight) -> None:
+    async def _put(self, sealed: Sealed, flight: _Flight) -> Place:
         """Puts an entry with a pin for every caller that waits for it, and none where all have left.
 
         A store full of pinned entries is waited for: whoever pinned them has room to attach them.
@@ -216,15 +218,15 @@ class EncoderEngine:
             leases = list(flight.leases)
             first = leases[0] if leases else None
             try:
-                await self.store.put(sealed, flight.key, lease=first)
+                place = await self.store.put(sealed, flight.key, lease=first)
             except Overloaded as error:
                 if not error.retryable or first is None or time.monotonic() >= began + first.seconds:
                     raise
                 await asyncio.sleep(_RETRY)
             else:
                 for lease in leases[1:]:
-                    await self.store.get(flight.key, lease=lease)
-                return
+                    await self.store.pin(flight.key, lease)
+                return place
 
     def _take(self) -> list[_Flight]:
         """As many units from the front of the queue as fit one pass, one at least."""

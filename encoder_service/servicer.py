@@ -6,22 +6,22 @@ ends the call with `failed`, which names it; only the worker's own faults fail t
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
-from chiasm import __version__
 from chiasm.cache import wire
-from chiasm.errors import InvalidRequest, Unsupported
+from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sample import SamplingOptions, pick
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Limits, MediaSource, Probed
 from chiasm.models.family import MediumFacts, MediumPlan
+from chiasm.rpc.replica import replica
 from chiasm.rpc.status import to_status
 from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.rpc.turns import Turn, Turns
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import encoder_pb2_grpc
@@ -32,59 +32,96 @@ from encoder_service.inbox import Inbox
 from encoder_service.quarantine import POISON, Quarantine
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSettings:
-    """How an encoder runs.
+class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
+    """One model's encoder half behind the wire.
 
-    Attributes:
-        lease: seconds an announced entry stays pinned if nobody attaches it.
+    Args:
+        name: what requests call the model.
+        family: for people.
+        limits: of one medium, as the sandbox has them.
+        lease: seconds that an announced entry stays pinned if nobody attaches it and the caller does not say.
+        me: what it tells of its process; by default of a CPU and no arena.
+        turns: its calls, counted and bounded. A medium waits until it is told `go`: before that it waits for others of
+            its request, which wait for theirs.
+        draining: whether it takes nothing new.
     """
 
-    model: str
-    family: str
-    device: str = "cpu"
-    lease: float = 30.0
-
-
-class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
-    """One model's encoder half behind the wire."""
-
-    def __init__(self, engine: EncoderEngine, sandbox: Sandbox, settings: EncoderSettings, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: EncoderEngine,
+        sandbox: Sandbox,
+        *,
+        name: str,
+        family: str,
+        limits: Limits,
+        lease: float = 30.0,
+        me: pb.Replica | None = None,
+        turns: Turns | None = None,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.engine = engine
         self.sandbox = sandbox
-        self.settings = settings
-        self.quarantine = Quarantine()
-        self._form = wire.form_code(engine.identity.form)
+        self.name = name
         self.limits = limits
-        self._replica = pb.Replica(
-            replica_id=secrets.token_bytes(16), node_id="local", version=__version__, device=settings.device
-        )
+        self.lease = lease
+        self.turns = turns or Turns(max_waiting=1024)
+        self.rejections: Counter[str] = Counter()
+        """Calls refused for now, by reason."""
+        self.quarantine = Quarantine()
+        self._family = family
+        self._form = wire.form_code(engine.identity.form)
+        self._me = me or replica(device="cpu")
+        self._draining = draining
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
         model = epb.EncoderModel(
-            name=self.settings.model,
-            family=self.settings.family,
+            name=self.name,
+            family=self._family,
             fingerprint=self.engine.identity_digest,
             forms=[self._form],
             dtype=wire.dtype_code(self.engine.identity.dtype),
         )
+        held = self.engine.store.stats()
         limits = epb.EncoderLimits(
             max_media_bytes=self.limits.max_bytes,
             max_pixels=self.limits.max_pixels,
             max_frames=self.limits.max_listed_frames,
             max_patches=self.engine.max_patches,
+            max_running=self.turns.max_running or 0,
+            max_waiting=self.turns.max_waiting,
+            max_pinned_bytes=held.budget,
         )
-        return epb.EncoderInfoResponse(replica=self._replica, models=[model], limits=limits)
+        load = pb.Load(
+            running=self.turns.running,
+            waiting=self.turns.waiting,
+            oldest_wait=to_duration(self.turns.oldest_wait),
+            pool_usage=held.pinned_bytes / held.budget,
+        )
+        return epb.EncoderInfoResponse(
+            replica=self._me, models=[model], limits=limits, load=load, draining=self._draining()
+        )
 
     async def Encode(
         self, request_iterator: AsyncIterator[epb.EncodeRequest], context: Any
     ) -> AsyncIterator[epb.EncodeResponse]:
-        inbox = Inbox(request_iterator, max_bytes=self.limits.max_bytes)
+        try:
+            with self.turns.enter() as turn:
+                async with aclosing(self._encode(request_iterator, turn)) as responses:
+                    async for response in responses:
+                        yield response
+        except Overloaded as error:
+            self.rejections[error.reason] += 1
+            raise
+
+    async def _encode(
+        self, requests: AsyncIterator[epb.EncodeRequest], turn: Turn
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        inbox = Inbox(requests, max_bytes=self.limits.max_bytes)
         try:
             opened = await inbox.start()
             self._check(opened)
             try:
-                async with aclosing(_Encoding(self, opened, inbox).run()) as responses:
+                async with aclosing(_Encoding(self, opened, inbox, turn).run()) as responses:
                     async for response in responses:
                         yield response
             except InvalidRequest as error:
@@ -94,7 +131,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             await inbox.close()
 
     def _check(self, opened: epb.EncodeOpen) -> None:
-        if opened.model != self.settings.model or opened.fingerprint != self.engine.identity_digest:
+        if opened.model != self.name or opened.fingerprint != self.engine.identity_digest:
             raise Unsupported("FINGERPRINT_MISMATCH", "this worker serves another model")
         if len(opened.tenant_root) != 32:
             raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})
@@ -111,8 +148,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
 class _Encoding:
     """One medium on its way. Yields what the caller is told, in order."""
 
-    def __init__(self, servicer: EncoderServicer, opened: epb.EncodeOpen, inbox: Inbox) -> None:
+    def __init__(self, servicer: EncoderServicer, opened: epb.EncodeOpen, inbox: Inbox, turn: Turn) -> None:
         self._s = servicer
+        self._turn = turn
         self._open = opened
         self._inbox = inbox
         self._revision = 0
@@ -147,6 +185,7 @@ class _Encoding:
         indices = pick(probed.frame_offsets, options, plan.units)
         yield self._sized(plan, indices, probed, final=False)
         go = await self._inbox.go()
+        await self._turn.begin()
         async with aclosing(self._units(source, plan, indices, probed, go)) as responses:
             async for response in responses:
                 yield response
@@ -169,7 +208,7 @@ class _Encoding:
         """
         engine = self._s.engine
         wanted = [range(run.first, run.first + run.count) for run in go.units]
-        seconds = to_seconds(self._open.lease) or self._s.settings.lease
+        seconds = to_seconds(self._open.lease) or self._s.lease
         announcing = Announcing(engine, plan, root=self._open.tenant_root, seconds=seconds, afresh=go.afresh)
         came: list[int] = []
         clock = time.monotonic
@@ -199,6 +238,7 @@ class _Encoding:
             yield self._sized(plan, came, probed, final=True)
             async for ready in announcing.ready(every=True):
                 yield epb.EncodeResponse(ready=ready)
+            self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
             usage = self._usage(plan, came, probed, frame, announcing.cached)
             encoding = clock() - began - decoding
             times = pb.StageTimes(decode_media=to_duration(decoding), encode=to_duration(encoding))

@@ -1,50 +1,130 @@
 """Which workers there are, as a protocol. What a worker is reached by, a channel or a call in this process, is not
-known here or above."""
+known here or above.
+
+A fleet only chooses. It never sends a request again: what to do about a worker that was lost is the coordinator's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 
 
 class EncoderCalls(Protocol):
-    """An encoder as its caller sees it. Closing the iterator cancels the call."""
+    """An encoder as its caller sees it."""
 
-    def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]: ...
+    async def reach(self) -> None:
+        """Raises ConnectionFailed if the worker cannot be reached: nothing was then asked of it."""
+        ...
+
+    def encode(
+        self, requests: AsyncIterator[epb.EncodeRequest], *, timeout: float | None = None
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        """One `Encode`. Closing the generator cancels the call. `timeout` in seconds bounds the whole of it."""
+        ...
 
 
 class DecoderCalls(Protocol):
-    """A decoder as its caller sees it. Closing the iterator cancels the call."""
+    """A decoder as its caller sees it."""
 
-    def decode(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncIterator[dpb.DecodeResponse]: ...
+    async def reach(self) -> None:
+        """As of an encoder."""
+        ...
+
+    def decode(
+        self, requests: AsyncIterator[dpb.DecodeRequest], *, timeout: float | None = None
+    ) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        """One `Decode`. Closing the generator cancels the call. `timeout` in seconds bounds the whole of it."""
+        ...
+
+
+C = TypeVar("C")
+
+
+class Worker(Generic[C]):
+    """One life of a worker process.
+
+    Args:
+        replica_id: names this life; a restarted process is another worker.
+        calls: what it can be asked.
+        reach: names the memory its entries pass through. Workers of equal reach can hand entries to each other.
+
+    Attributes:
+        running: calls of this router that it works on.
+        load: what it said of itself last, running and waiting together, calls of other routers included.
+    """
+
+    def __init__(self, replica_id: bytes, calls: C, *, reach: bytes = b"") -> None:
+        self.replica_id = replica_id
+        self.calls = calls
+        self.reach = reach
+        self.running = 0
+        self.load = 0
+
+    @property
+    def busyness(self) -> int:
+        """What this router knows for sure, or what the worker said, whichever is more."""
+        return max(self.running, self.load)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts a call while the block runs."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+
+EncoderWorker = Worker[EncoderCalls]
+DecoderWorker = Worker[DecoderCalls]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """An encoder and a decoder of equal fingerprint, whose entries therefore fit."""
+class Served:
+    """A model as its workers describe it.
 
+    Attributes:
+        fingerprint: of what shapes entries. Encoders and decoders of equal fingerprint fit.
+        context_limit: tokens of prompt and answer together.
+        layers: of its decoder.
+        ready: whether an encoder and a decoder that fit could take a request now.
+    """
+
+    name: str
     fingerprint: bytes
-    encoder: EncoderCalls
-    decoder: DecoderCalls
     family: str
     context_limit: int
     layers: int
+    ready: bool = True
 
 
 class Fleet(Protocol):
     """The workers that can take a request."""
 
-    def models(self) -> dict[str, Pair]:
-        """Every model that has at least one pair, by name."""
+    def models(self) -> Mapping[str, Served]:
+        """Every model that has been served by a fitting pair, by name."""
         ...
 
-    def choose(self, model: str) -> Pair:
-        """A pair for one request.
+    async def decoder(self, model: Served) -> DecoderWorker:
+        """A decoder for one timeline. Waits a while for one, if there is none at the moment.
 
-        Raises NotFound MODEL_NOT_FOUND for a model nobody serves.
+        Raises Unavailable NO_READY_DECODER, with a time to try again.
         """
+        ...
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+        """An encoder whose entries `decoder` can read; equal hints prefer the same one. Waits as `decoder` does.
+
+        Raises Unavailable NO_READY_ENCODER, with a time to try again.
+        """
+        ...
+
+    def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
+        """A call to that worker broke: it is not chosen again before it has answered."""
         ...

@@ -7,6 +7,7 @@ there. It knows messages and bounds, no worker.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 
@@ -14,12 +15,14 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from chiasm.errors import InvalidRequest, PermissionDenied, Unsupported
+from chiasm.errors import InvalidRequest, NotFound, PermissionDenied, Unsupported
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 
 MAX_TEXT_BYTES = 4 << 20
 MAX_MEDIA = 256
+
+_HANDLE = re.compile(r"[0-9a-f]{32}")
 
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 100, "0 to 100"),
@@ -37,32 +40,50 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 def check_generate(request: rpb.GenerateRequest) -> None:
     """Raises InvalidRequest, PermissionDenied or Unsupported for a request that cannot be served as it is."""
     _no_unknown_fields(request, "")
-    if len(request.request_id) > 128 or not (request.request_id.isascii() and request.request_id.isprintable()):
-        allowed = "at most 128 printable ASCII characters"
-        raise InvalidRequest.out_of_range("request_id", request.request_id, allowed, "request_id")
+    check_label(request.request_id)
     _check_sampling(request.sampling)
-    slots = list(_check_prompt(request.prompt))
-    if slots != list(range(len(request.media))):
-        raise InvalidRequest(
-            "PLACEHOLDER_MISMATCH",
-            f"the prompt places media {slots}, {len(request.media)} came with it",
-            facts={"placeholders": len(slots), "media": len(request.media)},
-        )
-    if len(request.media) > MAX_MEDIA:
-        raise InvalidRequest(
-            "TOO_MANY_ITEMS",
-            f"{len(request.media)} media are asked about, {MAX_MEDIA} are allowed",
-            facts={"got": len(request.media), "limit": MAX_MEDIA},
-        )
-    items = item_paths(request.prompt)
-    for slot, medium in enumerate(request.media):
-        _check_medium(medium, items[slot])
+    _check_media(request.prompt, request.media)
     for name in ("adapter",):
         if getattr(request, name):
             raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
     for name in ("resume", "budget", "priority"):
         if request.HasField(name):  # type: ignore[arg-type]
             raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
+
+
+def check_estimate(request: rpb.EstimateRequest) -> None:
+    """Raises as `check_generate` does."""
+    _no_unknown_fields(request, "")
+    check_label(request.request_id)
+    _check_media(request.prompt, request.media)
+    if request.HasField("budget"):
+        raise Unsupported("FEATURE_DISABLED", "budget is not served", facts={"field": "budget"})
+
+
+def check_label(label: str) -> None:
+    """Raises InvalidRequest FIELD_OUT_OF_RANGE for a request id that logs and metadata could not carry."""
+    if len(label) > 128 or not (label.isascii() and label.isprintable()):
+        allowed = "at most 128 printable ASCII characters"
+        raise InvalidRequest.out_of_range("request_id", label, allowed, "request_id")
+
+
+def _check_media(prompt: pb.Prompt, media: Sequence[pb.Media]) -> None:
+    """Every medium is placed once, in order, and may be opened."""
+    slots = list(_check_prompt(prompt))
+    if slots != list(range(len(media))):
+        raise InvalidRequest(
+            "PLACEHOLDER_MISMATCH",
+            f"the prompt places media {slots[:MAX_MEDIA]}, {len(media)} came with it",
+            facts={"placeholders": len(slots), "media": len(media)},
+        )
+    if len(media) > MAX_MEDIA:
+        raise InvalidRequest(
+            "TOO_MANY_ITEMS",
+            f"{len(media)} media are asked about, {MAX_MEDIA} are allowed",
+            facts={"got": len(media), "limit": MAX_MEDIA},
+        )
+    for medium, item in zip(media, item_paths(prompt), strict=True):
+        _check_medium(medium, item)
 
 
 def item_paths(prompt: pb.Prompt) -> list[str]:
@@ -72,28 +93,6 @@ def item_paths(prompt: pb.Prompt) -> list[str]:
         if part.WhichOneof("content") == "slot":
             paths[part.slot] = path
     return [paths[slot] for slot in sorted(paths)]
-
-
-def chunks(medium: pb.Media, size: int) -> Iterator[pb.MediaChunk]:
-    """A medium's bytes in pieces of at most `size`, the last one marked."""
-    listed = medium.WhichOneof("source") == "frames"
-    frames = [frame.data for frame in medium.frames.frames] if listed else [medium.data]
-    for number, data in enumerate(frames):
-        for at in range(0, max(len(data), 1), size):
-            last = number == len(frames) - 1 and at + size >= len(data)
-            yield pb.MediaChunk(frame=number, data=data[at : at + size], last=last)
-
-
-def header(medium: pb.Media) -> pb.MediaHeader:
-    """What is said of a medium before its bytes."""
-    described = pb.MediaHeader(kind=medium.kind, mime_type=medium.mime_type)
-    if medium.WhichOneof("source") == "frames":
-        described.frames.frames.extend(frame.header for frame in medium.frames.frames)
-        if medium.frames.HasField("fps"):
-            described.frames.fps = medium.frames.fps
-    else:
-        described.byte_length = len(medium.data)
-    return described
 
 
 def seed_of(sampling: pb.SamplingParams) -> int:
@@ -156,8 +155,9 @@ def _check_medium(medium: pb.Media, item: str) -> None:
         raise InvalidRequest.out_of_range("kind", medium.kind, "an image or a video", item)
     if source == "uri":
         raise PermissionDenied("URL_NOT_ALLOWED", "this server fetches no media", item=item)
-    if source == "handle":
-        raise Unsupported("FEATURE_DISABLED", "uploads are not served", item=item)
+    if source == "handle" and not _HANDLE.fullmatch(medium.handle):
+        # As one that is unknown: what a handle looks like is no secret, and which exist is.
+        raise NotFound("MEDIA_EXPIRED", "no medium is kept under this handle; upload it again", item=item)
     if source == "frames" and not medium.frames.frames:
         raise InvalidRequest("NO_FRAMES", "the list of frames is empty", item=item)
 

@@ -1,20 +1,50 @@
-"""`Router` on the wire: requests checked, a pair of workers chosen, the coordinator's events told.
+"""`Router` on the wire: requests checked, labelled and bounded in time, then handed to the coordinator.
 
-What is not built yet answers UNIMPLEMENTED, which the generated base class does.
+The plain methods are what a system in one process calls; the capital ones are gRPC's and add what only a socket has:
+metadata, and the deadline of the call. What is not built yet answers UNIMPLEMENTED, which the generated base class
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
+from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
 from router.coordinator import Coordinator
-from router.fleet import Fleet
-from router.request import check_generate
+from router.estimate import Estimating
+from router.fleet import Fleet, Served
+from router.media import Inline, Source
+from router.meter import Meter
+from router.request import check_estimate, check_generate, check_label, item_paths
+from router.uploads import UploadLimits, Uploads
+
+REQUEST_ID = "x-request-id"
+"""Metadata in which a caller may name its request, and in which every call is told its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """Bounds on what a router takes.
+
+    Attributes:
+        max_seconds: of one request. Longer deadlines are cut to it, and it stands where there is none.
+        margin: seconds that the router answers before a client's deadline, so that its word, which names the stage, is
+            heard; never more than a tenth of the time there is.
+        uploads: bounds on media that come by themselves.
+    """
+
+    max_seconds: float = 3600.0
+    margin: float = 0.2
+    uploads: UploadLimits = field(default_factory=UploadLimits)
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
@@ -24,28 +54,194 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         tenant_root: the secret under which the entries of the one tenant of this router are kept, 32 bytes.
     """
 
-    def __init__(self, fleet: Fleet, *, tenant_root: bytes) -> None:
+    def __init__(self, fleet: Fleet, *, tenant_root: bytes, limits: RouterLimits | None = None) -> None:
         self.fleet = fleet
+        self.limits = limits or RouterLimits()
+        self.uploads = Uploads(self.limits.uploads)
+        self.meter = Meter()
         self._root = tenant_root
 
-    async def Generate(self, request: rpb.GenerateRequest, context: Any) -> AsyncIterator[rpb.GenerateResponse]:
-        check_generate(request)
-        pair = self.fleet.choose(request.model)
-        async with aclosing(Coordinator(request, pair, tenant_root=self._root).run()) as events:
-            async for event in events:
-                yield event
+    # -- what is served ----------------------------------------------------------------------------------------------
 
-    async def ListModels(self, request: rpb.ListModelsRequest, context: Any) -> rpb.ListModelsResponse:
+    async def generate(
+        self,
+        request: rpb.GenerateRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
+    ) -> AsyncGenerator[rpb.GenerateResponse, None]:
+        """The events of an answer. Closing the generator cancels the request.
+
+        Args:
+            timeout: seconds until the client gives up.
+
+        Raises ChiasmError, labelled with the request's id.
+        """
+        label = request.request_id or new_label()
+        with _labelled(label):
+            deadline = self._deadline(timeout)
+            check_generate(request)
+            model = self._find(request.model)
+            with self.meter.request("generate") as told:
+                async with self._sources(request.media, item_paths(request.prompt)) as sources:
+                    work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                    async with aclosing(work.run()) as events:
+                        async for event in events:
+                            told(event)
+                            yield event
+
+    async def estimate(
+        self,
+        request: rpb.EstimateRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
+    ) -> rpb.EstimateResponse:
+        """What a prompt would cost. Arguments and errors are those of `generate`."""
+        with _labelled(request.request_id or new_label()):
+            deadline = self._deadline(timeout)
+            check_estimate(request)
+            model = self._find(request.model)
+            with self.meter.request("estimate"):
+                async with self._sources(request.media, item_paths(request.prompt)) as sources:
+                    work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                    return await work.run()
+
+    async def upload(self, requests: AsyncIterator[rpb.UploadRequest]) -> rpb.UploadResponse:
+        """Takes one medium. Raises what `Uploads.receive` does."""
+        with self.meter.request("upload"):
+            return await self.uploads.receive(self._root, requests)
+
+    async def models(self) -> rpb.ListModelsResponse:
+        """Every model that has been served, in the order of names."""
         models = [
             rpb.Model(
                 name=name,
-                family=pair.family,
+                family=served.family,
                 operations=[rpb.OPERATION_GENERATE],
                 media_kinds=[pb.MEDIA_KIND_IMAGE, pb.MEDIA_KIND_VIDEO],
-                context_limit=pair.context_limit,
-                layers=pair.layers,
-                ready=True,
+                context_limit=served.context_limit,
+                layers=served.layers,
+                ready=served.ready,
             )
-            for name, pair in sorted(self.fleet.models().items())
+            for name, served in sorted(self.fleet.models().items())
         ]
         return rpb.ListModelsResponse(models=models)
+
+    # -- over sockets ------------------------------------------------------------------------------------------------
+
+    async def Generate(self, request: rpb.GenerateRequest, context: Any) -> AsyncIterator[rpb.GenerateResponse]:
+        with _named(context, request.request_id) as request.request_id:
+            async with aclosing(self.generate(request, timeout=context.time_remaining())) as events:
+                async for event in events:
+                    yield event
+
+    async def Estimate(self, request: rpb.EstimateRequest, context: Any) -> rpb.EstimateResponse:
+        with _named(context, request.request_id) as request.request_id:
+            return await self.estimate(request, timeout=context.time_remaining())
+
+    async def Upload(self, request_iterator: AsyncIterator[rpb.UploadRequest], context: Any) -> rpb.UploadResponse:
+        with _named(context):
+            return await self.upload(request_iterator)
+
+    async def ListModels(self, request: rpb.ListModelsRequest, context: Any) -> rpb.ListModelsResponse:
+        with _named(context):
+            return await self.models()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _deadline(self, seconds: float | None) -> float:
+        """When the request is to be answered, by `time.monotonic`. Raises DeadlineExceeded for a time that is up."""
+        if seconds is None:
+            seconds = self.limits.max_seconds
+        elif seconds <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request came", stage="queue")
+        else:
+            seconds = min(seconds - min(self.limits.margin, seconds / 10), self.limits.max_seconds)
+        return time.monotonic() + seconds
+
+    def _find(self, name: str) -> Served:
+        models = self.fleet.models()
+        if name in models:
+            return models[name]
+        shown = name[:160]
+        near = get_close_matches(name, models, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise NotFound(
+            "MODEL_NOT_FOUND",
+            f"there is no model {shown!r} here, only {', '.join(sorted(models)) or 'none yet'}{hint}",
+            facts={"model": shown, "models": ", ".join(sorted(models)), **({"nearest": near[0]} if near else {})},
+        )
+
+    def _sources(self, media: Sequence[pb.Media], items: Sequence[str]) -> _Sources:
+        return _Sources(self.uploads, self._root, media, items)
+
+
+class _Sources:
+    """The bytes of a request's media; uploads among them are held while the block runs."""
+
+    def __init__(self, uploads: Uploads, tenant: bytes, media: Sequence[pb.Media], items: Sequence[str]) -> None:
+        self._uploads = uploads
+        self._tenant = tenant
+        self._media = media
+        self._items = items
+        self._held = ExitStack()
+
+    async def __aenter__(self) -> list[Source]:
+        async with AsyncExitStack() as entered:
+            entered.callback(self._held.close)
+            sources = [await self._source(medium, item) for medium, item in zip(self._media, self._items, strict=True)]
+            entered.pop_all()
+            return sources
+
+    async def __aexit__(self, *_: object) -> None:
+        self._held.close()
+
+    async def _source(self, medium: pb.Media, item: str) -> Source:
+        if medium.WhichOneof("source") != "handle":
+            return Inline(medium)
+        try:
+            upload = await self._uploads.find(self._tenant, medium.handle)
+        except NotFound as error:
+            raise error.at(item) from None
+        if upload.header.kind != medium.kind:
+            declared, found = _kind(medium.kind), _kind(upload.header.kind)
+            raise InvalidRequest(
+                "MEDIA_TYPE_MISMATCH",
+                f"the request takes the upload for {declared}, it was sent as {found}",
+                item=item,
+                facts={"declared": declared, "found": found},
+            )
+        self._held.enter_context(self._uploads.held(upload))
+        return upload
+
+
+def _kind(kind: pb.MediaKind.ValueType) -> str:
+    return pb.MediaKind.Name(kind).removeprefix("MEDIA_KIND_").lower()
+
+
+def new_label() -> str:
+    """A name for a request that came without one."""
+    return uuid.uuid4().hex
+
+
+@contextmanager
+def _labelled(label: str) -> Iterator[None]:
+    """Errors of the block tell which request they are about."""
+    try:
+        yield
+    except ChiasmError as error:
+        if error.request_id is None:
+            error.request_id = label
+        raise
+
+
+@contextmanager
+def _named(context: Any, name: str = "") -> Iterator[str]:
+    """Gives a request its name, its own first, and tells the caller; errors of the block carry it."""
+    if not name:
+        given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
+        check_label(given)
+        name = given or new_label()
+    check_label(name)
+    context.set_trailing_metadata(((REQUEST_ID, name),))
+    with _labelled(name):
+        yield name

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from chiasm.cache.form import Form
+from chiasm.cache.framing import framed, u32
 from chiasm.errors import ServerError
 
 EntryKey: TypeAlias = bytes
@@ -53,14 +54,8 @@ class Identity:
         """32 bytes."""
         return _digest(
             b"chiasm identity",
-            [_u32(FORMAT), self.fingerprint.encode(), self.processor, _u32(self.form), _u32(_TYPES[self.dtype])],
+            [u32(FORMAT), self.fingerprint.encode(), self.processor, u32(self.form), u32(_TYPES[self.dtype])],
         )
-
-
-def tenant_root(master: bytes, tenant: str, *, epoch: int = 0) -> bytes:
-    """The secret under which a tenant's keys are made: 32 bytes. It never leaves router and encoders."""
-    derived = blake3.blake3(master, derive_key_context="chiasm 2026 tenant root of entry keys")
-    return derived.update(_framed([tenant.encode(), _u32(epoch)])).digest()
 
 
 def tag_secret(workers: bytes, root: bytes) -> bytes:
@@ -78,10 +73,10 @@ def unit_key(root: bytes, identity: bytes, grid: tuple[int, int], pixels: Sequen
         identity: `Identity.digest`.
         pixels: the unit's frames, uint8 (3, height, width) each; their sizes are part of the key.
     """
-    digest = blake3.blake3(_framed([b"chiasm unit", identity, _u32(grid[0]), _u32(grid[1])]), key=root)
+    digest = blake3.blake3(framed([b"chiasm unit", identity, u32(grid[0]), u32(grid[1])]), key=root)
     for frame in pixels:
         assert frame.dtype == torch.uint8 and frame.dim() == 3, (frame.dtype, frame.shape)
-        digest.update(b"".join(_u32(side) for side in frame.shape))
+        digest.update(b"".join(u32(side) for side in frame.shape))
         digest.update(frame.contiguous().cpu().numpy().data.cast("B"))
     return digest.digest()
 
@@ -191,13 +186,4 @@ def _tag(secret: bytes, header: bytes, payload: memoryview) -> bytes:
 
 
 def _digest(domain: bytes, parts: Sequence[bytes]) -> bytes:
-    return blake3.blake3(_framed([domain, *parts])).digest()
-
-
-def _framed(parts: Sequence[bytes]) -> bytes:
-    """Every part after its length, so that no two lists read the same."""
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _u32(value: int) -> bytes:
-    return int(value).to_bytes(4, "little")
+    return blake3.blake3(framed([domain, *parts])).digest()

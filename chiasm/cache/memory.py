@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chiasm.cache.entry import EntryKey, Sealed
-from chiasm.cache.store import Lease, StoreStats
-from chiasm.errors import Overloaded
+from chiasm.cache.place import InMemory, Place
+from chiasm.cache.store import Lease, Pinned, StoreStats, full
 
 
 @dataclass(slots=True)
@@ -37,25 +37,28 @@ class MemoryStore:
         self._bytes = 0
         self._counts = dict.fromkeys(("puts", "hits", "misses", "evictions", "refusals"), 0)
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> None:
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
         before = self._kept.get(key)
         leases = {} if before is None else before.leases
         self._make_room(sealed.size, replacing=key)
         self._remove(key)
         self._kept[key] = kept = _Kept(sealed, leases)
-        self._pin(kept, lease)
+        if lease is not None:
+            self._pin(kept, lease)
         self._bytes += sealed.size
         self._counts["puts"] += 1
+        return InMemory()
 
-    async def get(self, key: EntryKey, *, lease: Lease | None = None) -> Sealed | None:
-        kept = self._kept.get(key)
+    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+        kept = self._find(key)
         if kept is None:
-            self._counts["misses"] += 1
             return None
-        self._counts["hits"] += 1
-        self._kept.move_to_end(key)
         self._pin(kept, lease)
-        return kept.sealed
+        return Pinned(kept.sealed.header, InMemory())
+
+    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        kept = self._find(key, here=place is None or isinstance(place, InMemory))
+        return None if kept is None else kept.sealed
 
     async def release(self, key: EntryKey, lease_id: bytes) -> None:
         kept = self._kept.get(key)
@@ -81,15 +84,24 @@ class MemoryStore:
             entries=len(self._kept), bytes=self._bytes, pinned_bytes=pinned, budget=self._budget, **self._counts
         )
 
-    def _pin(self, kept: _Kept, lease: Lease | None) -> None:
-        if lease is not None:
-            kept.leases[lease.id] = self._clock() + lease.seconds
+    def _find(self, key: EntryKey, *, here: bool = True) -> _Kept | None:
+        kept = self._kept.get(key) if here else None
+        if kept is None:
+            self._counts["misses"] += 1
+        else:
+            self._counts["hits"] += 1
+            self._kept.move_to_end(key)
+        return kept
+
+    def _pin(self, kept: _Kept, lease: Lease) -> None:
+        kept.leases[lease.id] = self._clock() + lease.seconds
 
     def _make_room(self, size: int, *, replacing: EntryKey) -> None:
         """Evicts the least recently used entries that nobody has pinned, all or none, or refuses."""
         now = self._clock()
         replaced = self._kept.get(replacing)
-        needed = self._bytes + size - self._budget - (replaced.sealed.size if replaced else 0)
+        going = replaced.sealed.size if replaced is not None and not replaced.pinned(now) else 0
+        needed = self._bytes + size - self._budget - going
         victims = []
         for key, kept in self._kept.items():
             if needed <= 0:
@@ -99,12 +111,7 @@ class MemoryStore:
                 needed -= kept.sealed.size
         if needed > 0:
             self._counts["refusals"] += 1
-            raise Overloaded(
-                "CACHE_FULL",
-                f"an entry of {size} bytes does not fit: budget {self._budget}, the rest is in use",
-                retry_after=None if size > self._budget else 0.1,
-                facts={"needed": size, "budget": self._budget},
-            )
+            raise full(size, self._budget)
         for key in victims:
             self._remove(key)
             self._counts["evictions"] += 1

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from chiasm.cache.entry import EntryKey, Sealed
+from chiasm.cache.place import Place
+from chiasm.errors import Overloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +42,35 @@ class Lease(NamedTuple):
         return cls(secrets.token_bytes(16), seconds)
 
 
-class EntryStore(Protocol):
-    """All methods may be called from one event loop at a time; none blocks it for longer than a copy."""
+class Pinned(NamedTuple):
+    """What a store says of an entry that it has just pinned: its header, and where it lies."""
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> None:
-        """Keeps an entry, pinned while `lease` lasts. One already there under that key is replaced and keeps its pins.
+    header: bytes
+    place: Place
+
+
+class EntryStore(Protocol):
+    """All methods may be called from one event loop at a time; none blocks it for longer than a small copy."""
+
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
+        """Keeps an entry, pinned while `lease` lasts. One already there under that key is replaced and hands its pins
+        on; while it is pinned it stays until its successor is there, so there has to be room for both.
 
         Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit.
         """
         ...
 
-    async def get(self, key: EntryKey, *, lease: Lease | None = None) -> Sealed | None:
-        """The entry, as the most recently used one, pinned while `lease` lasts beside the pins it has."""
+    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+        """Pins an entry while `lease` lasts, beside the pins it has, as the most recently used one. Whatever its size,
+        no payload is touched.
+
+        Raises Overloaded CACHE_FULL if no more pins can be kept.
+        """
+        ...
+
+    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        """The entry, as the most recently used one: where it was announced to lie, or wherever it lies if no place is
+        given. A place that is not in this store is a miss."""
         ...
 
     async def release(self, key: EntryKey, lease_id: bytes) -> None:
@@ -67,3 +86,13 @@ class EntryStore(Protocol):
         ...
 
     def stats(self) -> StoreStats: ...
+
+
+def full(needed: int, budget: int) -> Overloaded:
+    """The refusal of an entry: for now, or for good if it is larger than the whole store."""
+    return Overloaded(
+        "CACHE_FULL",
+        f"an entry of {needed} bytes does not fit: budget {budget}, the rest is in use",
+        retry_after=None if needed > budget else 0.1,
+        facts={"needed": needed, "budget": budget},
+    )

@@ -1,4 +1,4 @@
-"""Announcing an entry and reading an announcement: `Entry` messages to contracts and back."""
+"""Announcing an entry and reading an announcement: `Entry` messages to contracts and places, and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from chiasm.cache.entry import Contract
 from chiasm.cache.form import Form
+from chiasm.cache.place import Elsewhere, InArena, InMemory, Place
 from chiasm.errors import ServerError
 from chiasm.rpc.v1 import common_pb2 as pb
 
@@ -28,10 +29,10 @@ def form_code(form: Form) -> pb.EntryForm.ValueType:
     return _FORMS[form]
 
 
-def announce(contract: Contract) -> pb.Entry:
-    """All of an entry but where it lies and for how long."""
+def announce(contract: Contract, place: Place) -> pb.Entry:
+    """All of an entry but for how long it is kept."""
     tokens = contract.shape[3]
-    return pb.Entry(
+    entry = pb.Entry(
         key=contract.key,
         fingerprint=contract.identity,
         form=_FORMS[contract.form],
@@ -40,6 +41,25 @@ def announce(contract: Contract) -> pb.Entry:
         byte_length=contract.payload_bytes,
         frame_boundaries=[tokens],
     )
+    match place:
+        case InMemory():
+            entry.memory.SetInParent()
+        case InArena(arena_id, byte_offset, generation):
+            entry.arena.MergeFrom(pb.ArenaPlace(arena_id=arena_id, byte_offset=byte_offset, generation=generation))
+        case Elsewhere():
+            pass
+    return entry
+
+
+def place_of(entry: pb.Entry) -> Place:
+    """Where an announced entry lies. A kind of place that this build does not know is `Elsewhere`, and so a miss."""
+    match entry.WhichOneof("place"):
+        case "memory":
+            return InMemory()
+        case "arena":
+            return InArena(entry.arena.arena_id, entry.arena.byte_offset, entry.arena.generation)
+        case _:
+            return Elsewhere()
 
 
 def read(entry: pb.Entry, grid: tuple[int, int]) -> Contract:

@@ -1,18 +1,23 @@
-"""The verbs and their options. What a verb does lives in a module of its own."""
+"""The verbs and their options.
+
+What a verb does lives in a module of its own, which is loaded when the verb is used: a probe that asks for health every
+few seconds does not wait for the rest.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from chiasm import __version__
-from chiasm.cli import demo as demo_verb
 from chiasm.cli.failure import told
+from chiasm.cli.probe import Service
 
-MODEL_HELP = "The folder of a checkpoint, the name of one that comes with chiasm, or a hub name (owner/name)."
+MODEL_HELP = "The folder of a checkpoint, the name of one that comes with chiasm (digits), or a hub name (owner/name)."
+TARGET = "localhost:50051"
 
 app = typer.Typer(
     help="Chiasm: disaggregated serving for vision-language models.",
@@ -20,6 +25,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Prints one JSON object last; what is for people goes to standard error.")
+]
+Target = Annotated[
+    str, typer.Option(envvar="CHIASM_TARGET", help="Where the router listens.", show_envvar=True, metavar="HOST:PORT")
+]
 
 
 def main() -> None:
@@ -34,6 +46,16 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _size(text: str) -> int:
+    """Bytes, with or without a unit."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is no size: write bytes, or a unit as in 512MiB or 4GiB") from None
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -46,16 +68,138 @@ def _root(
 @app.command()
 def demo(
     file: Annotated[
-        Path | None, typer.Argument(help="An image or a video. Default: a held-out clip that comes with the model.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="An image or a video. Default: a held-out clip that comes with the model."),
     ] = None,
     question: Annotated[str | None, typer.Option(help="What to ask about it.")] = None,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "digits",
-    json: Annotated[
-        bool, typer.Option("--json", help="Prints one JSON object last; what is for people goes to standard error.")
+    json: Json = False,
+) -> None:
+    """Shows a model answering a question about a clip.
+
+    It is served, asked twice (the second answer comes from the cache), and ended.
+    """
+    from chiasm.cli import demo as verb
+    from chiasm.cli.telling import console
+
+    with told():
+        right = verb.run(console(stderr=json), file=file, question=question, model=model, as_json=json)
+    raise typer.Exit(1 if right is False else 0)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    listen: Annotated[
+        str, typer.Option(help="Where the router listens; port 0 takes a free one.", metavar="HOST:PORT")
+    ] = "127.0.0.1:50051",
+    http: Annotated[
+        str | None, typer.Option(help="Serves /metrics, /healthz and /readyz here.", metavar="HOST:PORT")
+    ] = None,
+    device: Annotated[str, typer.Option(envvar="CHIASM_DEVICE", help="cpu, cuda, cuda:1 …")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(envvar="CHIASM_DTYPE", help="float32, bfloat16 … Default: float32 on a CPU.")
+    ] = None,
+    arena_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size,
+            metavar="SIZE",
+            envvar="CHIASM_ARENA_BYTES",
+            help="Shared memory for the cache, for example 4GiB. Default: 1 GiB, or half of what is free.",
+        ),
+    ] = None,
+    encoders: Annotated[int, typer.Option(min=1, help="How many encoder processes.")] = 1,
+    decoders: Annotated[int, typer.Option(min=1, help="How many decoder processes.")] = 1,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allows addresses that other machines reach, without keys or TLS.")
+    ] = False,
+    json_log: Annotated[
+        bool, typer.Option("--json-log", help="Logs lines of JSON to standard error, and nothing else.")
     ] = False,
 ) -> None:
-    """Asks a model about one clip, twice: encoded, and from the cache. Everything runs in this process."""
-    console = Console(stderr=json, highlight=False, soft_wrap=True, emoji=False, markup=False)
+    """Serves a model until Ctrl-C.
+
+    An encoder, a decoder and a router run as processes; one that dies is started again.
+    """
+    from chiasm.cli import serve as verb
+    from chiasm.cli.subject import model_folder
+    from chiasm.cli.system import Options
+    from chiasm.cli.telling import console
+    from chiasm.models.finding import name_of
+
+    with told(verb.log_failure if json_log else None):
+        folder = model_folder(model)
+        options = Options(
+            folder=folder.absolute(),
+            name=name_of(model, folder),
+            listen=listen,
+            http=http,
+            device=device,
+            dtype=dtype,
+            arena_bytes=arena_bytes,
+            encoders=encoders,
+            decoders=decoders,
+        )
+        verb.run(options, console(), insecure=insecure, json_log=json_log)
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
+    media: Annotated[
+        list[Path] | None, typer.Argument(metavar="MEDIA", help="Images and videos, in the order they are shown.")
+    ] = None,
+    target: Target = TARGET,
+    model: Annotated[str | None, typer.Option(help="Which model. Default: the only one that is served.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames to take of each second of a video.")] = None,
+    max_frames: Annotated[int | None, typer.Option(help="Frames to take of a video, at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Bounds the answer.")] = None,
+    json: Json = False,
+) -> None:
+    """Asks a served model about images and videos.
+
+    The answer is printed as it comes. Ctrl-C cancels the request.
+    """
+    from chiasm.cli import ask as verb
+    from chiasm.cli.telling import console
+
+    asked = verb.Question(
+        text=question, media=media or [], model=model, fps=fps, max_frames=max_frames, max_tokens=max_tokens
+    )
     with told():
-        right = demo_verb.run(console, file=file, question=question, model=model, as_json=json)
-    raise typer.Exit(1 if right is False else 0)
+        said = verb.run(target, asked, console(stderr=True), None if json else sys.stdout)
+    if json:
+        verb.print_json(said)
+
+
+@app.command()
+def health(
+    target: Target = TARGET,
+    service: Annotated[
+        Service, typer.Option(help="Whether calls are welcome, or whether the process works at all.")
+    ] = (Service.READINESS),
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the answer may take.")] = 5.0,
+) -> None:
+    """Says whether a server is ready: exit code 0 or 1.
+
+    The target is a gRPC address, or http://HOST:PORT of --http.
+    """
+    from chiasm.cli import health as verb
+
+    well, answer = verb.check(target, service, timeout)
+    typer.echo(f"{'ok' if well else 'not ok'}: {service.value} of {target}: {answer}")
+    raise typer.Exit(0 if well else 1)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object instead.")] = False,
+) -> None:
+    """Checks this machine, and says how to mend it.
+
+    Nothing is changed and nothing leaves the machine. Exit code: 0, 1 for warnings, 2 for failures.
+    """
+    from chiasm.cli import doctor as verb
+
+    raise typer.Exit(verb.run(as_json=json))

@@ -1,46 +1,38 @@
 """`chiasm demo`: one question about one clip, asked twice, with everything one can see of it.
 
 The first answer is encoded, the second comes from the cache. For clips that come with a checkpoint the right answer is
-known and compared. Knows the SDK only; every figure printed was measured or reported in this run.
+known and compared. Router, encoder and decoder are processes of their own and end with it. Every figure printed was
+measured or reported in this run.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from chiasm import __version__
-from chiasm.cli.subject import READ, Subject, choose, model_folder, parameters
-from chiasm.client import (
-    Client,
-    Content,
-    Event,
-    FramesVisible,
-    Generation,
-    Image,
-    Started,
-    TimelineFrame,
-    Token,
-    Usage,
-    Video,
-)
+from chiasm.cli import interrupts
+from chiasm.cli.board import Board
+from chiasm.cli.interrupts import Interrupts
+from chiasm.cli.subject import READ, Subject, choose, model_folder
+from chiasm.cli.system import Options, running
+from chiasm.cli.telling import Teller, line, ms
+from chiasm.cli.weights import parameters
+from chiasm.client import AsyncClient, Content, Generation, Image, Token, Usage, Video
 from chiasm.errors import StatusError
 from chiasm.models.finding import name_of
 
 MAX_TOKENS = 128
 """More than any digit clip needs, and an end for a model that would not stop."""
 
-MOST_LISTED = 10
-"""Frames whose times are all printed."""
-
-WIDTH = 58
-"""Columns before the figures on the right."""
+ARENA_BYTES = 64 << 20
+"""For the shipped model: enough for any clip that one asks it about, and made in no time."""
 
 EXAMPLE = "YOUR_IMAGE_OR_VIDEO"
 
@@ -91,32 +83,45 @@ def encoded_units(usage: Usage) -> int:
 def run(console: Console, *, file: Path | None, question: str | None, model: str, as_json: bool) -> bool | None:
     """The command. Returns whether the answer is right, None where that is not known.
 
-    Raises ChiasmError, and OSError for a file that cannot be read.
+    Raises ChiasmError, KeyboardInterrupt, and OSError for a file that cannot be read.
     """
     subject = choose(file, question, model)
     folder = model_folder(model)
     said = f"{parameters(folder) / 1e6:.1f} M parameters"
     trained = ", trained on real handwritten digits" if model == "digits" else ""
-    console.print(f"chiasm {__version__} · demo · {name_of(model, folder)} ({said}{trained})", style="bold")
-    began = time.monotonic()
-    with Client.in_process(model) as client:
-        console.print(_line("loading", "both halves and the cache, in one process", _ms(time.monotonic() - began)))
-        shown = show(client, client.list_models()[0].name, subject, console)
+    name = name_of(model, folder)
+    console.print(f"chiasm {__version__} · demo · {name} ({said}{trained})", style="bold")
+    options = Options(
+        folder=folder, name=name, listen="127.0.0.1:0", arena_bytes=ARENA_BYTES if model == "digits" else None
+    )
+    shown = interrupts.run(partial(_serve_and_show, options, subject, console))
     if as_json:
         print(json.dumps(as_object(shown, model), ensure_ascii=False))
     return shown.right
 
 
-def show(client: Client, model: str, subject: Subject, console: Console) -> Shown:
+async def _serve_and_show(options: Options, subject: Subject, console: Console, signals: Interrupts) -> Shown:
+    board = Board(console, quiet=True)
+    try:
+        async with running(options, board.tell, signals) as system:
+            board.close()
+            console.print(line("loading", "encoder, decoder and router, three processes", ms(system.seconds)))
+            async with AsyncClient(system.target) as client:
+                return await show(client, (await client.list_models())[0].name, subject, console)
+    finally:
+        board.close()
+
+
+async def show(client: AsyncClient, model: str, subject: Subject, console: Console) -> Shown:
     """Asks twice and tells what happens while it happens."""
     held_out = " (held out: never seen in training)" if subject.held_out else ""
-    console.print(_line(subject.kind, f"{subject.path.name}{held_out}"))
-    console.print(_line("question", subject.question))
+    console.print(line(subject.kind, f"{subject.path.name}{held_out}"))
+    console.print(line("question", subject.question))
     medium = Video(subject.path) if subject.kind == "video" else Image(subject.path)
     content: Content = [medium, subject.question]
 
     try:
-        first = ask(client, model, content, Teller(console))
+        first = await ask(client, model, content, Teller(console))
     except StatusError as error:
         if error.item == MEDIUM:
             error.item = str(subject.path)
@@ -126,56 +131,25 @@ def show(client: Client, model: str, subject: Subject, console: Console) -> Show
     sizes = ", ".join("x".join(map(str, reversed(medium.source_size))) for medium in usage.media)
     units = sum(medium.units for medium in usage.media)
     said = f"{first.encoded} of {units} units encoded ({sizes}), {usage.visual_tokens} visual tokens"
-    console.print(_line("encoded", said, f"first token {_ms(first.first_token)}"))
+    console.print(line("encoded", said, f"first token {ms(first.first_token)}"))
 
-    second = ask(client, model, content)
+    second = await ask(client, model, content)
     cached = f"{units - second.encoded} of {units} units from the cache, {second.encoded} encoded"
-    console.print(_line("again", cached, f"first token {_ms(second.first_token)}"))
+    console.print(line("again", cached, f"first token {ms(second.first_token)}"))
     if second.answer.ids != first.answer.ids:
-        console.print(_line("", f"another answer: {second.answer.text}"))
+        console.print(line("", f"another answer: {second.answer.text}"))
     shown = Shown(subject, first, second)
-    console.print(_line("next", _next(subject)), style="dim")
+    console.print(line("next", _next(subject)), style="dim")
     return shown
 
 
-class Teller:
-    """Prints an answer as it comes: what is seen in a dim line for each change, then the tokens."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._answering = False
-        self._frames: tuple[TimelineFrame, ...] = ()
-
-    def tell(self, event: Event, after: float) -> None:
-        """after: seconds since the request was sent."""
-        if isinstance(event, Started):
-            self._frames = event.frames
-        elif isinstance(event, FramesVisible):
-            self._end_line()
-            seen = self._frames[event.first : event.first + event.count]
-            said = f"{listed(seen)} visible from token {event.index} on"
-            self._console.print(_line("frames", said, f"after {_ms(after)}"), style="dim")
-        elif isinstance(event, Token):
-            if not self._answering:
-                self._console.print(_line("answer", ""), end="")
-                self._answering = True
-            self._console.print(event.text, end="")
-        else:
-            self._end_line()
-
-    def _end_line(self) -> None:
-        if self._answering:
-            self._console.print()
-            self._answering = False
-
-
-def ask(client: Client, model: str, content: Content, teller: Teller | None = None) -> Asked:
+async def ask(client: AsyncClient, model: str, content: Content, teller: Teller | None = None) -> Asked:
     """Asks once. `teller` is told every event."""
     began = time.monotonic()
     visible: list[int] = []
     first_token: float | None = None
-    with client.stream(model, content, max_tokens=MAX_TOKENS) as stream:
-        for event in stream:
+    async with client.stream(model, content, max_tokens=MAX_TOKENS) as stream:
+        async for event in stream:
             after = time.monotonic() - began
             if isinstance(event, Token):
                 first_token = after if first_token is None else first_token
@@ -212,34 +186,13 @@ def as_object(shown: Shown, model: str) -> dict[str, Any]:
     }
 
 
-def listed(frames: Sequence[TimelineFrame]) -> str:
-    """The times of frames in few words: all of a few, the ends of many; images are counted."""
-    times = [f"{frame.offset:.1f}" for frame in frames if frame.offset is not None]
-    if len(times) != len(frames) or not times:
-        return f"{len(frames)} {'image' if len(frames) == 1 else 'images'}"
-    if len(times) > MOST_LISTED:
-        times = [*times[:3], "…", times[-1]]
-    return f"{' '.join(times)} s"
-
-
 def _verdict(answer: str, expected: str | None) -> str:
     if expected is None:
-        return _line("", "nobody told what is right")
-    return _line("", "right" if answer.strip() == expected else f"wrong, right is {expected}")
+        return line("", "nobody told what is right")
+    return line("", "right" if answer.strip() == expected else f"wrong, right is {expected}")
 
 
 def _next(subject: Subject) -> str:
     if subject.held_out and subject.question == READ and subject.kind == "video":
         return f'chiasm demo --question "Which digit is at 2.0 seconds?"   ·   chiasm demo {EXAMPLE}'
     return "chiasm demo   ·   chiasm demo --json"
-
-
-def _line(label: str, said: str, figure: str = "") -> str:
-    # What is streamed goes on right behind its label.
-    return f"{label:<9} {said:<{WIDTH}} {figure}".rstrip() if said or figure else f"{label:<9} "
-
-
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "no token"
-    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -5,7 +5,7 @@ A traceback is for bugs only. Knows the error classes and no command.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import typer
@@ -37,35 +37,68 @@ _FIXES = {
 }
 
 
+class CommandFailed(ChiasmError):
+    """A command that cannot go on, with what a person needs to know.
+
+    Args:
+        what, where, fix: the three lines, without their labels.
+        code: the exit code.
+        before: lines to be shown first, as they are.
+    """
+
+    reason = "COMMAND_FAILED"
+
+    def __init__(self, what: str, where: str, fix: str, *, code: int = FAILED, before: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix = what, where, fix
+        self.exit_code = code
+        self.before = tuple(before)
+
+
 @contextmanager
-def told() -> Iterator[None]:
-    """Turns failures of the block into three lines on standard error and an exit code."""
+def told(log: Callable[[ChiasmError | OSError], None] | None = None) -> Iterator[None]:
+    """Turns failures of the block into three lines on standard error and an exit code.
+
+    Args:
+        log: tells them instead.
+    """
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("interrupted, the request was cancelled", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise  # nobody reads any more; the command line ends quietly
     except (ChiasmError, OSError) as error:
-        for line in lines(error):
-            typer.echo(line, err=True)
+        before = error.before if isinstance(error, CommandFailed) else ()
+        if log is not None:
+            log(error)
+        else:
+            for line in (*before, *lines(error)):
+                typer.echo(line, err=True)
         raise typer.Exit(code(error)) from None
 
 
 def code(error: ChiasmError | OSError) -> int:
     """2 where another command line would help, else 1."""
+    if isinstance(error, CommandFailed):
+        return error.exit_code
     return MISUSED if isinstance(error, InvalidRequest | NotFound | Unsupported | CheckpointError | OSError) else FAILED
 
 
 def lines(error: ChiasmError | OSError) -> tuple[str, str, str]:
     """What, where, and what to do."""
-    what, where, fix = _facts(error)
+    what, where, fix = facts(error)
     return f"error: {what}", f"  where  {where}", f"  fix    {fix}"
 
 
-def _facts(error: ChiasmError | OSError) -> tuple[str, str, str]:
+def facts(error: ChiasmError | OSError) -> tuple[str, str, str]:
+    """What, where, and what to do, without their labels."""
     if isinstance(error, OSError):
         what = error.strerror or type(error).__name__
         return what, str(error.filename or "a file"), "give a file that can be read"
+    if isinstance(error, CommandFailed):
+        return error.what, error.where, error.fix
     if isinstance(error, CheckpointError):
         fix = "--model takes digits, the folder of a checkpoint, or a hub name (owner/name)"
         return "; ".join(error.problems), error.where, fix

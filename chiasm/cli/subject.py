@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -51,23 +50,6 @@ def model_folder(model: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(model, ["has no config.json"])
     return folder
-
-
-def parameters(folder: Path) -> int:
-    """How many numbers the weights of a checkpoint are, by the headers of its safetensors files."""
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        # https://github.com/huggingface/safetensors: eight bytes of length, then JSON with a shape for each tensor.
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                count = 1
-                for axis in tensor["shape"]:
-                    count *= axis
-                total += count
-    return total
 
 
 def choose(file: Path | None, question: str | None, model: str) -> Subject:

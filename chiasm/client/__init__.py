@@ -1,17 +1,22 @@
 """The SDK: what a program imports to ask a model about images and videos.
 
-`Client` and `AsyncClient` have the same calls. Requests and results are frozen dataclasses, failures are the classes of
-`chiasm.errors`, and protobuf stays inside. Nothing here loads torch or a decoder of media.
+`Client` and `AsyncClient` have the same calls, over a socket or in this process. Requests and results are frozen
+dataclasses, failures are the classes of `chiasm.errors`, and protobuf stays inside. Nothing here loads torch or a
+decoder of media, and gRPC only when a client is opened.
 """
 
 from __future__ import annotations
 
-from chiasm.client.client import AsyncClient, Client
+from chiasm.client.async_client import AsyncClient
+from chiasm.client.client import Client
+from chiasm.client.connection import TLS
 from chiasm.client.events import (
+    Estimate,
     Event,
     Finished,
     FramesVisible,
     Generation,
+    MediaEstimate,
     MediaUsage,
     ModelInfo,
     StageTimes,
@@ -20,23 +25,28 @@ from chiasm.client.events import (
     Token,
     Usage,
 )
+from chiasm.client.media import Frames, Handle, Image, Video
 from chiasm.client.stream import AsyncGenerationStream, GenerationStream
 from chiasm.client.transport import InProcess, Opener, Transport
-from chiasm.client.types import Content, Frames, Image, Message, SamplingParams, Video
+from chiasm.client.types import Content, Message, SamplingParams
 
 __all__ = [
+    "TLS",
     "AsyncClient",
     "AsyncGenerationStream",
     "Client",
     "Content",
+    "Estimate",
     "Event",
     "Finished",
     "Frames",
     "FramesVisible",
     "Generation",
     "GenerationStream",
+    "Handle",
     "Image",
     "InProcess",
+    "MediaEstimate",
     "MediaUsage",
     "Message",
     "ModelInfo",

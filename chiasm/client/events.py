@@ -188,3 +188,31 @@ class ModelInfo:
     media: tuple[MediaKind, ...]
     layers: int
     ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MediaEstimate:
+    """What one medium would become (`frames_decoded` is 0), and the bytes of its entries in the cache."""
+
+    usage: MediaUsage
+    entry_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a prompt would cost.
+
+    Attributes:
+        prompt_tokens, visual_tokens: of the text and of all media.
+        context_limit: bounds prompt and answer together, in text tokens.
+        room: tokens that could be drawn; 0 when the prompt does not fit.
+        fits_with: what would make it fit, for example `max_frames=38`; empty when it fits.
+        media: each medium in order.
+    """
+
+    prompt_tokens: int
+    visual_tokens: int
+    context_limit: int
+    room: int
+    fits_with: str
+    media: tuple[MediaEstimate, ...]

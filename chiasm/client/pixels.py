@@ -87,11 +87,11 @@ def check(source: Any, layout: Layout | None) -> None:
         raise InvalidRequest("FRAME_LAYOUT", "layout orders the axes of an array; files and Pillow images have none")
 
 
-def encoded(source: Any, layout: Layout | None = None, *, limit: int) -> bytes | Raw:
+def encoded(source: Any, layout: Layout | None = None, *, limit: int | None) -> bytes | Raw:
     """The bytes of a source that was taken: those of a file, a PNG of a Pillow image, the pixels of an array.
 
     Raises:
-        InvalidRequest: MEDIA_EMPTY; MEDIA_TOO_LARGE above `limit` bytes, found before a file is read;
+        InvalidRequest: MEDIA_EMPTY; MEDIA_TOO_LARGE above `limit` bytes (None: no limit), found before a file is read;
             MEDIA_DECODE_FAILED if Pillow cannot read its own image to the end.
         OSError: for a path that cannot be read.
     """
@@ -106,19 +106,42 @@ def encoded(source: Any, layout: Layout | None = None, *, limit: int) -> bytes |
     else:
         return _raw(np.asarray(source), layout)
     check_bytes(len(data), limit)
-    if not data:
-        raise InvalidRequest("MEDIA_EMPTY", "the medium has no bytes")
     return data
 
 
-def check_bytes(size: int, limit: int) -> None:
-    """Raises InvalidRequest MEDIA_TOO_LARGE."""
-    if size > limit:
+def check_bytes(size: int, limit: int | None = None) -> None:
+    """Raises InvalidRequest MEDIA_EMPTY, MEDIA_TOO_LARGE."""
+    if not size:
+        raise InvalidRequest("MEDIA_EMPTY", "the medium has no bytes")
+    if limit is not None and size > limit:
         raise InvalidRequest(
             "MEDIA_TOO_LARGE",
-            f"the medium has {size} bytes, a request takes {limit}",
+            f"the medium has {size} bytes, a request takes {limit}; upload it",
             facts={"bytes": size, "limit": limit},
         )
+
+
+def size_of(source: Any) -> int:
+    """Bytes that `encoded` will make of a source that was taken, at most, told without reading or packing it.
+
+    Raises OSError for a path that is not there.
+    """
+    if isinstance(source, os.PathLike):
+        return Path(source).stat().st_size
+    if is_pillow(source):
+        # A PNG is hardly ever larger than its pixels.
+        return int(source.width * source.height * len(source.getbands()))
+    return len(source) if isinstance(source, bytes | bytearray) else np.asarray(source).nbytes
+
+
+def shape_of(source: Any, layout: Layout | None) -> tuple[int, int, int] | None:
+    """(height, width, channels) of what `encoded` makes raw pixels of; None for what becomes a file."""
+    if isinstance(source, os.PathLike | bytes | bytearray | memoryview) or is_pillow(source):
+        return None
+    array = np.asarray(source)
+    told = _axes(array, layout)
+    height, width = (array.shape[told.index(axis)] for axis in "HW")
+    return height, width, array.shape[told.index("C")] if "C" in told else 1
 
 
 def describe(source: Any) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from chiasm.client.call import Call
-from chiasm.client.convert import Reader
+from chiasm.client.call import Beside, Call
+from chiasm.client.convert import Outgoing
 from chiasm.client.events import (
     Event,
     Finished,
@@ -27,8 +27,9 @@ from chiasm.client.events import (
     Usage,
 )
 from chiasm.client.loop import LoopThread
+from chiasm.client.reading import Reader
 from chiasm.client.transport import Transport
-from chiasm.errors import Cancelled, DeadlineExceeded, StatusError, Unavailable
+from chiasm.errors import Cancelled, ChiasmError, Unavailable
 from chiasm.rpc.v1.router_pb2 import GenerateRequest
 
 
@@ -82,7 +83,8 @@ class AsyncGenerationStream:
     def __init__(
         self,
         transport: Callable[[], Awaitable[Transport]],
-        request: Callable[[], GenerateRequest],
+        outgoing: Callable[[], Outgoing[GenerateRequest]],
+        beside: Beside,
         *,
         request_id: str,
         timeout: float | None,
@@ -90,7 +92,8 @@ class AsyncGenerationStream:
     ) -> None:
         self.answer = Answer(request_id)
         self._transport = transport
-        self._request = request
+        self._outgoing = outgoing
+        self._beside = beside
         self._timeout = timeout
         self._idle_timeout = idle_timeout
         self._call: Call | None = None
@@ -141,8 +144,8 @@ class AsyncGenerationStream:
         if self._call is None and not self._over:
             transport = await self._transport()
             # Files are read and pictures packed beside the loop, which others use too.
-            request = await asyncio.to_thread(self._request)
-            self._call = Call(transport, request, timeout=self._timeout, idle_timeout=self._idle_timeout)
+            outgoing = await asyncio.to_thread(self._outgoing)
+            self._call = Call(transport, outgoing, self._beside, timeout=self._timeout, idle_timeout=self._idle_timeout)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -189,7 +192,7 @@ class AsyncGenerationStream:
             self._call.abandon()
             raise
         except Exception as error:
-            if isinstance(error, StatusError | DeadlineExceeded) and error.request_id is None:
+            if isinstance(error, ChiasmError) and error.request_id is None:
                 error.request_id = self.request_id
             await self._end()
             raise
@@ -219,6 +222,14 @@ class AsyncGenerationStream:
                 source=self,
             )
             self._call.abandon()
+
+
+async def whole(stream: AsyncGenerationStream) -> Generation:
+    """Reads an answer to its end."""
+    async with stream:
+        async for _ in stream:
+            pass
+    return stream.generation()
 
 
 class GenerationStream:

@@ -1,34 +1,78 @@
 """The one seam of the client: what carries requests away and brings events back.
 
-A transport speaks protobuf and raises `chiasm.errors`. The system in this process is one; it is found by its entry
-point, because the client stands below it and may not import it. Knows no media and no events.
+A transport speaks protobuf and raises `chiasm.errors`. `chiasm.client.remote` is the one over a socket. The system in
+this process is another; it is found by its entry point, because the client stands below it and may not import it.
+Knows no media and no events.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from importlib.metadata import entry_points
 from typing import Protocol, TypeAlias, cast
 
 from chiasm.errors import Unsupported
-from chiasm.rpc.v1.router_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse
+from chiasm.rpc.v1.router_pb2 import (
+    EstimateRequest,
+    EstimateResponse,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsResponse,
+    UploadRequest,
+    UploadResponse,
+)
 
 GROUP = "chiasm.in_process"
 """Entry points that name an `InProcess`."""
 
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+"""What goes beside a call, for example `(("authorization", "Bearer …"),)`. Where there is no wire nothing reads it."""
+
 
 class Transport(Protocol):
-    """Belongs to the event loop it was opened on."""
+    """Belongs to the event loop it was opened on. Its calls raise ChiasmError; `timeout` is the deadline of the whole
+    call in seconds, None for no limit."""
 
-    def generate(self, request: GenerateRequest, *, timeout: float | None) -> AsyncGenerator[GenerateResponse, None]:
-        """The events of an answer. Closing the generator cancels the request and frees everything it holds.
-
-        Iterating raises ChiasmError. `timeout` is the deadline of the whole call in seconds.
-        """
+    def generate(
+        self, request: GenerateRequest, *, timeout: float | None, metadata: Metadata = ()
+    ) -> AsyncGenerator[GenerateResponse, None]:
+        """The events of an answer. Closing the generator cancels the request and frees everything it holds."""
         ...
 
-    async def list_models(self) -> ListModelsResponse: ...
+    async def estimate(
+        self,
+        request: EstimateRequest,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - the deadline is told to the other side
+        metadata: Metadata = (),
+    ) -> EstimateResponse: ...
+
+    async def upload(
+        self,
+        requests: AsyncIterator[UploadRequest],
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> UploadResponse:
+        """Sends a medium: its header, then its pieces. What `requests` raises is raised here as it is."""
+        ...
+
+    async def list_models(
+        self,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> ListModelsResponse: ...
+
+    async def wait_ready(
+        self,
+        timeout: float,  # noqa: ASYNC109 - as above
+        *,
+        metadata: Metadata = (),
+    ) -> None:
+        """Returns when a request would be taken. Raises ConnectionFailed or Unavailable NOT_READY after `timeout`."""
+        ...
 
     async def close(self) -> None: ...
 

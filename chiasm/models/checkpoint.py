@@ -7,7 +7,8 @@ Code in a checkpoint is never run: `auto_map` is not looked at. What the numbers
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -30,14 +31,22 @@ _TYPES = {
 }
 
 
+_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+"""Bytes of a number by safetensors' name of its type; the others have one."""
+
+
 class Tensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, read from disk one at a time.
+
+    Attributes:
+        on_read: told the bytes of every tensor that was read, by whoever wants to know how far a loading is.
 
     Raises CheckpointError for a shard that is absent or broken, or that lacks a tensor the index promises.
     """
 
     def __init__(self, directory: Path) -> None:
         self.where = directory.name
+        self.on_read: Callable[[int], object] | None = None
         index = directory / "model.safetensors.index.json"
         single = directory / "model.safetensors"
         if index.exists():
@@ -75,12 +84,23 @@ class Tensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._shards[name].get_tensor(name)
+        if self.on_read is not None:
+            self.on_read(tensor.nbytes)
         return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards  # the base class would read the tensor to find out
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """safetensors type name and shape, without reading the data."""
         part = self._shards[name].get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
+
+    def nbytes(self, names: Iterable[str] | None = None) -> int:
+        """Bytes of the tensors that are there among `names`, or of all, without reading the data."""
+        counted = self._shards if names is None else [name for name in names if name in self._shards]
+        described = (self.describe(name) for name in counted)
+        return sum(math.prod(shape) * _WIDTHS.get(dtype, 1) for dtype, shape in described)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
@@ -144,6 +164,11 @@ class Checkpoint:
         if template is not None and not isinstance(template, str):
             raise CheckpointError(self.where, ["chat_template in tokenizer_config.json is no single template"])
         return template
+
+    @property
+    def fingerprint_known(self) -> bool:
+        """Whether `fingerprint` is told without reading every tensor."""
+        return "fingerprint" in self.__dict__ or (self.directory / _FINGERPRINT_FILE).exists()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +127,12 @@ class Processor(Protocol):
         ...
 
 
+class WrittenMedium(NamedTuple):
+    """A medium as a caller's own tokenizer wrote it: its pieces as `Prompt.medium` gives them."""
+
+    pieces: list[list[int] | int]
+
+
 class Prompt(Protocol):
     """The family's template and media framing over one tokenizer."""
 
@@ -159,6 +165,13 @@ class Prompt(Protocol):
 
     def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
         """What stands for a medium with units at those seconds: token ids, and numbers of units where they are laid."""
+        ...
+
+    def written(self, ids: Sequence[int]) -> list[list[int] | WrittenMedium]:
+        """Token ids that a caller's own tokenizer made, cut at the media among them.
+
+        Raises InvalidRequest PLACEHOLDER_MISMATCH for pads that no medium of this family is written with.
+        """
         ...
 
     def frame(self, offset: float) -> tuple[list[int], list[int]]:

@@ -1,6 +1,7 @@
 """One gRPC server for every service: limits, health, reflection, and errors as statuses.
 
-Health answers to the names `""`, `liveness`, `readiness` and each service's own. It knows nothing of what it serves.
+It listens on TCP or on a socket file. Health answers to the names `""`, `liveness`, `readiness` and each service's own.
+It knows nothing of what it serves.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from grpc_status import rpc_status
 
 from chiasm.errors import ChiasmError, StatusError, Unsupported
 from chiasm.rpc import limits
+from chiasm.rpc.socket_file import SocketFile
 from chiasm.rpc.status import to_status
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
+
+_LAST_WORD: Final = 0.2
+"""Seconds that clients who watch health are given to hear that it is over."""
 
 _Servicer = TypeVar("_Servicer")
 _log = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ class Server:
     """A server that is alive from `start` on and ready when it is told so.
 
     Args:
-        address: `HOST:PORT`; port 0 takes a free one. See `port`.
+        address: `HOST:PORT`, where port 0 takes a free one, or `unix:/path/to/socket`. See `target`.
         message_bytes: bytes of one message, at most, both ways.
         credentials: TLS. None is plain text.
         interceptors: run inside the one that turns errors into statuses, the first outermost.
@@ -47,20 +52,22 @@ class Server:
         credentials: grpc.ServerCredentials | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        self.host = address.rpartition(":")[0]
         self.port = 0
+        """Of TCP, known once it is bound; a socket file has 1."""
         self._address = address
+        self._socket = SocketFile(address.removeprefix("unix:")) if address.startswith("unix:") else None
         self._credentials = credentials
+        self._started = False
         self._services: list[str] = []
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._server = grpc.aio.server(
             interceptors=[StatusInterceptor(), *interceptors], options=limits.server_options(message_bytes)
         )
 
     @property
     def target(self) -> str:
-        """`HOST:PORT` as a channel takes it. The port is known after `start`."""
-        return f"{self.host}:{self.port}"
+        """The address as a channel takes it. Its port is known once it is bound."""
+        return self._address if self._socket else f"{self._address.rpartition(':')[0]}:{self.port}"
 
     def add(self, service: str, register: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> Server:
         """Serves one more service; before `start` only.
@@ -70,23 +77,22 @@ class Server:
             register: the generated `add_…Servicer_to_server`.
             servicer: what answers.
         """
-        assert self.port == 0, "services are added before start"
+        assert not self._started, "services are added before start"
         register(servicer, self._server)
         self._services.append(service)
         return self
 
-    async def start(self) -> int:
-        """Listens, and returns the port. The server is alive, and not ready before `set_ready(True)`.
+    def bind(self) -> int:
+        """Takes the address without answering yet, so that a server which prepares for long learns first whether it
+        can have it. Who connects meanwhile waits. Returns the port.
 
         Raises:
-            OSError: the address cannot be bound.
+            OSError: the address cannot be taken. A socket file that a dead process left is replaced.
         """
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
-        await self.set_ready(False)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        if self.port:
+            return self.port
+        if self._socket:
+            self._socket.clear()
         try:
             if self._credentials is None:
                 self.port = self._server.add_insecure_port(self._address)
@@ -94,6 +100,24 @@ class Server:
                 self.port = self._server.add_secure_port(self._address, self._credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._address}") from error
+        if self._socket:
+            self._socket.take()
+        return self.port
+
+    async def start(self) -> int:
+        """Listens, and returns the port. The server is alive, and not ready before `set_ready(True)`.
+
+        Raises:
+            OSError: as `bind`, which comes first.
+        """
+        self.bind()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+        await self.set_ready(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        self._started = True
         await self._server.start()
         return self.port
 
@@ -111,10 +135,15 @@ class Server:
     async def stop(self, grace: float | None = None) -> None:
         """Takes no new call, waits up to `grace` seconds for the running ones, cancels the rest. None waits not at all.
 
-        A client that watches health counts as a running call, and uses up the grace.
+        Clients that watch health are told and let go; they are not waited for. May be called again with less grace
+        while it waits.
         """
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace)
+        stopping = asyncio.create_task(self._server.stop(grace))
+        await self._health.let_go()
+        await stopping
+        if self._socket:
+            self._socket.remove()
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
@@ -128,6 +157,35 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # its package has no types
+    """Health whose watchers do not hold up the end: they would watch for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._over = asyncio.Event()
+        self._watching = 0
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802 - as on the wire
+        watching = asyncio.ensure_future(super().Watch(request, context))
+        over = asyncio.ensure_future(self._over.wait())
+        self._watching += 1
+        try:
+            await asyncio.wait({watching, over}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            self._watching -= 1
+            watching.cancel()
+            over.cancel()
+            await asyncio.gather(watching, over, return_exceptions=True)
+
+    async def let_go(self) -> None:
+        """Ends every `Watch`, after what was last set could be told."""
+        if self._watching:
+            await asyncio.sleep(_LAST_WORD)
+        self._over.set()
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):

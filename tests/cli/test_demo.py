@@ -16,10 +16,12 @@ import pytest
 from rich.console import Console
 
 import chiasm
-from chiasm.cli.demo import Teller, as_object, listed, show
+from chiasm.cli.demo import as_object, show
 from chiasm.cli.failure import code, lines
-from chiasm.cli.subject import READ, Subject, choose, kind_of, model_folder, parameters
-from chiasm.client import Client, Event, FramesVisible, Started, TimelineFrame, Token
+from chiasm.cli.subject import READ, Subject, choose, kind_of, model_folder
+from chiasm.cli.telling import Teller, listed
+from chiasm.cli.weights import parameters
+from chiasm.client import AsyncClient, Event, FramesVisible, Started, TimelineFrame, Token
 from chiasm.errors import (
     CheckpointError,
     ChiasmError,
@@ -201,11 +203,11 @@ def test_an_answer_is_told_with_what_was_seen_at_each_token() -> None:
 
 
 @pytest.mark.parametrize(("expected", "right"), [(TEXT, True), ("1 2", False), (None, None)])
-def test_right_wrong_and_unknown_are_told_apart(expected: str | None, right: bool | None) -> None:
+async def test_right_wrong_and_unknown_are_told_apart(expected: str | None, right: bool | None) -> None:
     file = io.StringIO()
     subject = Subject(HELD_OUT / "clip_3.mp4", "video", READ, expected, held_out=True)
-    with Client(transport=FakeTransport().opener) as client:
-        shown = show(client, "fake", subject, Console(file=file, width=200, highlight=False, soft_wrap=True))
+    async with AsyncClient(transport=FakeTransport().opener) as client:
+        shown = await show(client, "fake", subject, Console(file=file, width=200, highlight=False, soft_wrap=True))
     assert shown.right is right
     assert as_object(shown, "fake")["right"] is right
     told = [line.strip() for line in file.getvalue().splitlines()]

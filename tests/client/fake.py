@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from blake3 import blake3
 
 from chiasm.client import Opener
+from chiasm.client.transport import Metadata
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 
 TEXT = "3 7 1 4"
+
+MODELS = rpb.ListModelsResponse(
+    models=[
+        rpb.Model(
+            name="fake",
+            family="moss_vl",
+            context_limit=64,
+            operations=[rpb.OPERATION_GENERATE],
+            media_kinds=[pb.MEDIA_KIND_IMAGE],
+            layers=6,
+            ready=True,
+        )
+    ]
+)
 
 
 def started(frames: int = 3, *, attempt: int = 1) -> rpb.GenerateResponse:
@@ -64,6 +81,15 @@ def answer(text: str = TEXT) -> list[rpb.GenerateResponse]:
     return [started(), visible(3), *(tokens(i, c) for i, c in enumerate(text)), finished()]
 
 
+ESTIMATE = rpb.EstimateResponse(
+    prompt_tokens=30,
+    visual_tokens=15,
+    context_limit=64,
+    room=34,
+    media=[rpb.MediaEstimate(usage=finished().finished.usage.media[0], entry_bytes=1 << 20)],
+)
+
+
 class FakeTransport:
     """Replays `responses`; an exception among them is raised, `WAIT` waits until the call is cancelled.
 
@@ -98,6 +124,7 @@ class FakeTransport:
         request: rpb.GenerateRequest,
         *,
         timeout: float | None,  # noqa: ASYNC109 - the signature of a transport
+        metadata: Metadata = (),
     ) -> AsyncGenerator[rpb.GenerateResponse, None]:
         self.requests.append(request)
         self.timeouts.append(timeout)
@@ -121,17 +148,44 @@ class FakeTransport:
             if not complete:
                 self.cancelled.set()
 
-    async def list_models(self) -> rpb.ListModelsResponse:
-        model = rpb.Model(
-            name="fake",
-            family="moss_vl",
-            context_limit=64,
-            operations=[rpb.OPERATION_GENERATE],
-            media_kinds=[pb.MEDIA_KIND_IMAGE],
-            layers=6,
-            ready=True,
+    async def estimate(
+        self,
+        request: rpb.EstimateRequest,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - the signature of a transport
+        metadata: Metadata = (),
+    ) -> rpb.EstimateResponse:
+        self.timeouts.append(timeout)
+        return ESTIMATE
+
+    async def upload(
+        self,
+        requests: AsyncIterator[rpb.UploadRequest],
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - the signature of a transport
+        metadata: Metadata = (),
+    ) -> rpb.UploadResponse:
+        taken = [request async for request in requests]
+        data = b"".join(request.chunk.data for request in taken[1:])
+        return rpb.UploadResponse(
+            handle=taken[0].header.upload_id.hex(), byte_length=len(data), digest=blake3(data).digest()
         )
-        return rpb.ListModelsResponse(models=[model])
+
+    async def list_models(
+        self,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the signature of a transport
+        metadata: Metadata = (),
+    ) -> rpb.ListModelsResponse:
+        return MODELS
+
+    async def wait_ready(
+        self,
+        timeout: float,  # noqa: ASYNC109 - the signature of a transport
+        *,
+        metadata: Metadata = (),
+    ) -> None:
+        self.timeouts.append(timeout)
 
     async def close(self) -> None:
         self.closed = True

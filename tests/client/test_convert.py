@@ -1,4 +1,4 @@
-"""The wire's words for every kind of medium and option, and events read back from responses."""
+"""The wire's words for every kind of medium and option."""
 
 from __future__ import annotations
 
@@ -11,32 +11,23 @@ import pytest
 from PIL import Image as Pillow
 
 from chiasm.client import (
-    Finished,
     Frames,
-    FramesVisible,
     Image,
-    MediaUsage,
     Message,
     SamplingParams,
-    StageTimes,
-    Started,
-    TimelineFrame,
-    Token,
-    Usage,
     Video,
 )
-from chiasm.client.convert import Reader, to_request
-from chiasm.errors import InvalidRequest, ServerError
+from chiasm.client.convert import to_generate
+from chiasm.errors import InvalidRequest
 from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
-from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
-from tests.client import fake
 from tests.media.make import exif, png, save, scene
 
 
 def request_of(*content: Any, **options: Any) -> rpb.GenerateRequest:
-    return to_request("m", [Message("user", content)], request_id="r", **options)
+    return to_generate("m", (Message("user", content),), request_id="r", **options).request
 
 
 def medium_of(medium: Image | Video | Frames) -> pb.Media:
@@ -59,7 +50,7 @@ def test_turns_parts_and_slots_keep_their_order() -> None:
         Message("assistant", "Yes."),
         Message("user", ["more", Image(b"third")]),
     ]
-    request = to_request("m", messages, request_id="r")
+    request = to_generate("m", tuple(messages), request_id="r").request
     turns = request.prompt.conversation.turns
     assert [turn.role for turn in turns] == [pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT, pb.ROLE_USER]
     parts = [[p.text if p.WhichOneof("content") == "text" else p.slot for p in turn.parts] for turn in turns]
@@ -238,7 +229,7 @@ def test_frames_of_two_sizes_are_refused_by_their_index() -> None:
 )
 def test_conversations_that_are_none_are_refused(messages: list[Message], reason: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        to_request("m", messages, request_id="r")
+        to_generate("m", tuple(messages), request_id="r")
     assert caught.value.reason == reason
 
 
@@ -263,7 +254,7 @@ def test_a_lone_surrogate_is_refused_before_sending() -> None:
 @pytest.mark.parametrize("request_id", ["", "a" * 129, "line\nbreak", "é"])
 def test_a_request_id_is_short_and_printable(request_id: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        to_request("m", [Message("user", "a")], request_id=request_id)
+        to_generate("m", (Message("user", "a"),), request_id=request_id)
     assert (caught.value.reason, caught.value.facts["field"]) == ("FIELD_OUT_OF_RANGE", "request_id")
 
 
@@ -283,87 +274,6 @@ def test_media_larger_than_a_message_are_refused_before_they_are_read(tmp_path: 
     assert caught.value.facts == {"bytes": CLIENT_MESSAGE_BYTES + 1, "limit": CLIENT_MESSAGE_BYTES}
 
 
-# -- responses ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_whole_answer_is_read() -> None:
-    reader = Reader()
-    events = [event for response in fake.answer("ab") for event in reader.read(response)]
-    frames = tuple(TimelineFrame(0, i, i, float(i), (1, 4, 4), 5, 7 * i) for i in range(3))
-    medium = MediaUsage(
-        "video", "mov,mp4", 3, 3, 3, (3, 4, 4), 15, (60, 80), (64, 96), (0.0, 1.0, 2.0), ("thinned",), 3, 2
-    )
-    assert events == [
-        Started(frames, 30),
-        FramesVisible(3, 2.0, 0),
-        Token("a", (100,), 0, 3),
-        Token("b", (101,), 1, 3),
-        Finished("stop", Usage(30, 15, len(fake.TEXT), None, (medium,)), StageTimes(encode=0.25)),
-    ]
-
-
-def test_visible_counts_frames_where_a_unit_holds_two() -> None:
-    reader = Reader()
-    pairs = [pb.TimelineFrame(slot=s, index=i, unit=i // 2) for s in (0, 1) for i in range(4)]
-    reader.read(rpb.GenerateResponse(started=pb.Started(attempt=1, frames=pairs)))
-    (seen,) = reader.read(rpb.GenerateResponse(visible=pb.Visible(attempt=1, count=3)))
-    assert seen == FramesVisible(6, None, 0)
-    (seen,) = reader.read(rpb.GenerateResponse(visible=pb.Visible(attempt=1, first=1, count=4, index=5)))
-    assert seen == FramesVisible(6, None, 5, first=2)
-
-
-def test_an_image_has_no_offset() -> None:
-    (event,) = Reader().read(rpb.GenerateResponse(started=pb.Started(attempt=1, frames=[pb.TimelineFrame()])))
-    assert isinstance(event, Started)
-    assert event.frames[0].offset is None
-
-
-def test_text_that_was_held_back_comes_as_a_last_token() -> None:
-    reader = Reader()
-    reader.read(fake.started())
-    token, end = reader.read(fake.finished(reason=pb.FINISH_REASON_LENGTH, text="tail"))
-    assert token == Token("tail", (), 0, 0)
-    assert isinstance(end, Finished)
-    assert end.reason == "length"
-
-
-def test_another_attempt_goes_on_and_old_attempts_are_void() -> None:
-    reader = Reader()
-    responses = [
-        fake.started(),
-        fake.tokens(0, "a"),
-        fake.started(attempt=2),
-        fake.tokens(1, "x", attempt=1),
-        fake.tokens(1, "b", attempt=2),
-    ]
-    events = [event for response in responses for event in reader.read(response)]
-    assert [event.text for event in events if isinstance(event, Token)] == ["a", "b"]
-    assert sum(isinstance(event, Started) for event in events) == 1
-
-
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_gap_or_a_repeated_token_is_an_error(index: int) -> None:
-    reader = Reader()
-    reader.read(fake.tokens(0, "a"))
-    with pytest.raises(ServerError) as caught:
-        reader.read(fake.tokens(index, "c"))
-    assert caught.value.facts == {"due": 1, "came": index}
-
-
-def test_events_of_a_newer_server_are_passed_over() -> None:
-    assert Reader().read(rpb.GenerateResponse(resume_point=rpb.ResumePoint(attempt=1))) == []
-    (end,) = Reader().read(rpb.GenerateResponse(finished=pb.Finished(reason=99)))  # type: ignore[arg-type]
-    assert isinstance(end, Finished)
-    assert end.reason == "other"
-
-
-def test_every_stage_time_of_the_wire_is_known() -> None:
-    wire = pb.StageTimes(**{field.name: to_duration(0.5) for field in pb.StageTimes.DESCRIPTOR.fields})
-    (end,) = Reader().read(rpb.GenerateResponse(finished=pb.Finished(times=wire)))
-    assert isinstance(end, Finished)
-    assert end.times == StageTimes(*[0.5] * 8)
-
-
 def test_png_of_any_depth_goes_through_untouched() -> None:
     data = png(np.arange(12, dtype=np.uint16).reshape(3, 4, 1) * 5000, 16, 0)
     assert medium_of(Image(data)).data == data
@@ -371,9 +281,9 @@ def test_png_of_any_depth_goes_through_untouched() -> None:
 
 def test_true_is_no_number_of_tokens() -> None:
     with pytest.raises(TypeError, match="max_tokens must be a whole number, not True"):
-        to_request("digits", [Message("user", "x")], request_id="a", max_tokens=True)
+        to_generate("digits", (Message("user", "x"),), request_id="a", max_tokens=True)
 
 
 def test_whole_numbers_of_another_library_reach_the_wire() -> None:
-    request = to_request("digits", [Message("user", "x")], request_id="a", max_tokens=np.int16(3))  # type: ignore[arg-type]
+    request = to_generate("digits", (Message("user", "x"),), request_id="a", max_tokens=np.int16(3)).request  # type: ignore[arg-type]
     assert request.sampling.max_tokens == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from chiasm.client import AsyncClient, Client, Finished, FramesVisible, Message, SamplingParams, Started, Token
+from chiasm.client import AsyncClient, Client, Finished, FramesVisible, Image, Message, SamplingParams, Started, Token
 from chiasm.client.call import AHEAD
 from chiasm.errors import (
     Cancelled,
@@ -384,16 +385,31 @@ def test_a_timeout_that_is_none_is_refused(value: float) -> None:
 
 def test_content_and_messages_exclude_each_other() -> None:
     with client_of(FakeTransport()) as client:
-        with pytest.raises(TypeError, match="either content"):
+        with pytest.raises(TypeError, match="give one of content"):
             client.generate("fake", "Read.", messages=[Message("user", "Read.")])
-        with pytest.raises(TypeError, match="either content"):
+        with pytest.raises(TypeError, match="give one of content"):
             client.stream("fake")
         with pytest.raises(TypeError, match="Message"):
             client.stream("fake", messages=[{"role": "user", "content": "Read."}])  # type: ignore[list-item]
         with pytest.raises(TypeError, match="positional"):
             client.generate("fake", "Read.", SamplingParams())  # type: ignore[call-arg, arg-type]
-        with pytest.raises(TypeError, match="max_token"):
-            client.generate("fake", "Read.", max_token=3)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="goes with token_ids"):
+            client.stream("fake", "Read.", media=[Image(b"x")])
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("max_token", "max_tokens"), ("temperature", "sampling=SamplingParams(temperature=...)")]
+)
+async def test_an_unknown_option_of_a_call_is_refused_with_what_was_meant(option: str, said: str) -> None:
+    options: dict[str, Any] = {option: 3}
+    transport = FakeTransport()
+    with client_of(transport) as client:
+        asynchronous = async_client_of(transport)
+        for call in (client.generate, client.stream, asynchronous.generate, asynchronous.stream):
+            with pytest.raises(InvalidRequest, match=re.escape(said)) as caught:
+                call("fake", "Read.", **options)
+            assert (caught.value.reason, caught.value.facts["field"]) == ("UNKNOWN_FIELD", option)
+    assert not transport.requests
 
 
 def test_what_is_wrong_with_a_request_is_raised_before_anything_is_sent() -> None:

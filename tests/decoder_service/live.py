@@ -61,7 +61,7 @@ class LiveTimeline:
         plan = MediumPlan("image", 1, rgb.shape[0], rgb.shape[1], grid, tokens, upscaled=False)
         lease = Lease.of(30)
         announced = await engine.announce(rgb, plan, root=ROOT, lease=lease)
-        entry = wire.announce(announced.contract)
+        entry = wire.announce(announced.contract, announced.place)
         entry.lease.lease_id = lease.id
         unit = pb.Unit(
             index=0,

@@ -9,7 +9,7 @@ import pytest
 
 from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.memory import MemoryStore
-from chiasm.cache.store import Lease
+from chiasm.cache.place import Place
 from chiasm.errors import ServerError
 from chiasm.local import LocalService
 from tests import digits
@@ -24,16 +24,16 @@ def flipped(sealed: Sealed) -> Sealed:
 
 
 class Meddling(MemoryStore):
-    """A store that hands out something else than it was given, `times` times."""
+    """A store that hands a decoder something else than it was given, `times` times. An encoder only pins."""
 
     def __init__(self, change: Callable[[Sealed], Sealed | None], times: int) -> None:
         super().__init__(1 << 24)
         self.change = change
         self.times = times
 
-    async def get(self, key: EntryKey, *, lease: Lease | None = None) -> Sealed | None:
-        sealed = await super().get(key, lease=lease)
-        if sealed is None or lease or not self.times:  # with a lease it is the encoder that asks
+    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        sealed = await super().get(key, place)
+        if sealed is None or not self.times:
             return sealed
         self.times -= 1
         changed = self.change(sealed)

@@ -1,61 +1,27 @@
-"""The coordinator with workers that lose entries, break their streams, or end: answered, or refused with a reason."""
+"""The coordinator with workers that lose entries, break off, or end: answered, or refused with a reason, and nothing
+left."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from dataclasses import replace
+import time
 
 import pytest
 
 from chiasm.cache.memory import MemoryStore
-from chiasm.errors import ServerError, Unavailable
+from chiasm.errors import ConnectionFailed, DeadlineExceeded, ServerError, Unavailable
 from chiasm.local import LocalService
+from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from chiasm.rpc.v1 import router_pb2 as rpb
-from router.coordinator import Coordinator
-from router.fleet import EncoderCalls, Pair
 from tests import digits
-from tests.asking import Answer, forget, note, question, running, video
+from tests.asking import ask, forget, image, question, running, video
 from tests.decoder_service.test_entries import Meddling
 from tests.e2e.test_requests import settled
 from tests.encoder_service.test_engine import until
+from tests.router.scripted import Meddle, MeddledFleet, answer
 
-
-async def answer(pair: Pair, request: rpb.GenerateRequest, *, credit: int = 1 << 26) -> Answer:
-    got = Answer()
-    async with (
-        asyncio.timeout(30),
-        aclosing(Coordinator(request, pair, tenant_root=bytes(32), credit=credit).run()) as events,
-    ):
-        async for event in events:
-            note(got, event)
-    return got
-
-
-class Scripted:
-    """An encoder whose every call is changed on its way to the coordinator."""
-
-    def __init__(self, encoder: EncoderCalls, change: Callable[[int, epb.EncodeResponse], bool]) -> None:
-        self.encoder = encoder
-        self.change = change
-        self.calls = 0
-
-    async def encode(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeResponse]:
-        self.calls += 1
-        number = self.calls
-        async for response in self.encoder.encode(requests):
-            if not self.change(number, response):
-                return
-            yield response
-
-
-def pair_of(service: LocalService, change: Callable[[int, epb.EncodeResponse], bool]) -> tuple[Pair, Scripted]:
-    pair = service.router.fleet.choose("digits")
-    scripted = Scripted(pair.encoder, change)
-    return replace(pair, encoder=scripted), scripted
+STAGES_OF_AN_ENCODING = ["probed", "sized", "ready", "end"]
 
 
 def lose(service: LocalService, times: int) -> MemoryStore:
@@ -65,14 +31,27 @@ def lose(service: LocalService, times: int) -> MemoryStore:
     return store
 
 
+def dies_before(which: str, *, times: int = 1) -> Meddle:
+    """Calls 1 to `times` break when a response of that kind is due."""
+
+    def meddle(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+        if number <= times and response.WhichOneof("message") == which:
+            raise Unavailable("CONNECTION_LOST", "the connection broke before the stream had ended")
+        return True
+
+    return meddle
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
 async def test_a_lost_entry_is_encoded_again_even_with_credit_for_one_unit_only() -> None:
     """The first call waits for credit that only the lost unit could bring, while holding the only media process."""
     clip = digits.shipped_clips()[-1]
     async with running() as service:
         lose(service, 1)
-        pair, _ = pair_of(service, lambda number, response: True)
-        got = await answer(pair, question("Read the digits.", video(clip.path.read_bytes())), credit=1)
-        assert got.finished is not None and len(got.media) == 1
+        got = await answer(MeddledFleet(service), question("Read the digits.", video(clip.path.read_bytes())), credit=1)
+        assert got.text == clip.answer and len(got.media) == 1
         await settled(service)
 
 
@@ -80,51 +59,201 @@ async def test_many_lost_entries_are_asked_for_together() -> None:
     clip = digits.shipped_clips()[-1]
     async with running() as service:
         lose(service, len(clip.digits))
-        pair, encoder = pair_of(service, lambda number, response: True)
-        await answer(pair, question("Read the digits.", video(clip.path.read_bytes())))
-        assert encoder.calls <= 4
+        fleet = MeddledFleet(service)
+        got = await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
+        assert got.text == clip.answer
+        assert fleet.encoders is not None and fleet.encoders.calls <= 4
         await settled(service)
 
 
 async def test_a_second_encode_that_brings_nothing_fails_the_request() -> None:
     clip = digits.shipped_clips()[0]
 
-    def drop_ready_of_later_calls(number: int, response: epb.EncodeResponse) -> bool:
-        if number > 1 and response.HasField("ready"):
-            response.ClearField("ready")
+    def drop_ready_of_later_calls(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+        if number > 1 and response.HasField("ready"):  # type: ignore[arg-type]
+            response.ClearField("ready")  # type: ignore[arg-type]
         return True
 
     async with running() as service:
         lose(service, 1)
-        pair, _ = pair_of(service, drop_ready_of_later_calls)
+        fleet = MeddledFleet(service, encoder=drop_ready_of_later_calls)
         with pytest.raises(ServerError) as caught:
-            await answer(pair, question("Read the digits.", video(clip.path.read_bytes())))
+            await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
         assert (caught.value.reason, caught.value.item) == ("ENTRY_MISSING", "messages[0].content[1]")
         await forget(service)
 
 
-@pytest.mark.parametrize("before", ["probed", "sized", "ready", "end"])
-async def test_an_encoder_that_breaks_off_fails_the_request_and_frees_everything(before: str) -> None:
+# -- encoders that are lost --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", STAGES_OF_AN_ENCODING)
+async def test_a_lost_encoder_is_replaced_and_the_answer_is_the_same(before: str) -> None:
+    clip, shown = digits.shipped_clips()[-1], digits.shipped_images()[0][0]
+    request = question("Read the digits.", video(clip.path.read_bytes()), image(shown.read_bytes()))
+    async with running() as service:
+        expected = await ask(service, request)
+        fleet = MeddledFleet(service, encoder=dies_before(before))
+        got = await answer(fleet, request)
+        assert (got.ids, got.text) == (expected.ids, expected.text)
+        assert [m.units for m in got.media] == [m.units for m in expected.media]
+        assert len(fleet.lost_workers) == 1 and fleet.encoders is not None
+        assert [opened.attempt for opened in fleet.encoders.opened].count(2) == 1
+        await forget(service)  # nobody is left who would take back the pins of the call that broke
+
+
+async def test_units_that_a_lost_encoder_had_announced_are_not_encoded_again() -> None:
+    clip = digits.shipped_clips()[-1]
+    seen: list[int] = []
+
+    def dies_after_three(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+        assert isinstance(response, epb.EncodeResponse)
+        if number == 1 and response.HasField("ready"):
+            seen.append(response.ready.unit)
+            if len(seen) > 3:
+                raise Unavailable("CONNECTION_LOST", "the connection broke before the stream had ended")
+        return True
+
+    async with running() as service:
+        fleet = MeddledFleet(service, encoder=dies_after_three)
+        got = await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
+        assert got.text == clip.answer
+        assert fleet.encoders is not None
+        wanted = {unit.first for unit in fleet.encoders.goes[-1].units}
+        assert wanted == set(range(len(clip.digits))) - set(seen[:3])
+        assert not fleet.encoders.goes[-1].afresh, "what the store holds is taken from it"
+        await forget(service)
+
+
+async def test_a_medium_that_ends_two_encoders_is_not_given_to_a_third() -> None:
+    async with running() as service:
+        fleet = MeddledFleet(service, encoder=dies_before("probed", times=9))
+        with pytest.raises(Unavailable) as caught:
+            await answer(fleet, question("Read the digits.", image(digits.shipped_images()[0][0].read_bytes())))
+        assert (caught.value.reason, caught.value.item) == ("ENCODER_LOST", "messages[0].content[1]")
+        assert caught.value.retryable and fleet.encoders is not None and fleet.encoders.calls == 2
+        await settled(service)
+
+
+@pytest.mark.parametrize("before", STAGES_OF_AN_ENCODING)
+async def test_an_encoder_that_ends_its_stream_early_fails_the_request_and_frees_everything(before: str) -> None:
     clip = digits.shipped_clips()[0]
     async with running() as service:
-        pair, _ = pair_of(service, lambda number, response: not response.HasField(before))  # type: ignore[arg-type]
+        fleet = MeddledFleet(service, encoder=lambda number, response: not response.HasField(before))  # type: ignore[arg-type]
         with pytest.raises(ServerError) as caught:
-            await answer(pair, question("Read the digits.", video(clip.path.read_bytes())))
+            await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
         assert caught.value.reason == "STREAM_BROKEN"
         await settled(service)
 
 
-async def test_a_worker_that_ends_while_it_is_needed_makes_the_request_unavailable() -> None:
+# -- decoders that are lost --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["admitted", "attached", "started", "visible", "tokens"])
+async def test_a_decoder_lost_before_its_first_token_is_replaced_and_the_answer_is_the_same(before: str) -> None:
+    clip = digits.shipped_clips()[-1]
+    request = question("Read the digits.", video(clip.path.read_bytes()))
+    async with running() as service:
+        expected = await ask(service, request)
+        fleet = MeddledFleet(service, decoder=dies_before(before))
+        got = await answer(fleet, request)
+        assert (got.ids, got.text) == (expected.ids, expected.text)
+        assert got.started is not None and got.started.attempt == 2
+        assert fleet.decoders is not None and fleet.decoders.calls == 2
+        await settled(service)
+
+
+async def test_after_the_first_token_nothing_is_tried_again() -> None:
+    clip = digits.shipped_clips()[-1]
+    told: list[int] = []
+
+    def dies_after_two(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+        assert isinstance(response, dpb.DecodeResponse)
+        if response.HasField("tokens"):
+            told.append(response.tokens.index)
+            if len(told) > 2:
+                raise ConnectionFailed("no server answered")
+        return True
+
+    async with running() as service:
+        fleet = MeddledFleet(service, decoder=dies_after_two)
+        with pytest.raises(Unavailable) as caught:
+            await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
+        assert (caught.value.reason, caught.value.facts["tokens"]) == ("DECODER_LOST", 2)
+        assert fleet.decoders is not None and fleet.decoders.calls == 1
+        await settled(service)
+
+
+async def test_a_request_that_ends_two_decoders_is_not_given_to_a_third() -> None:
+    async with running() as service:
+        fleet = MeddledFleet(service, decoder=dies_before("started", times=9))
+        with pytest.raises(Unavailable) as caught:
+            await answer(fleet, question("Say something."))
+        assert caught.value.reason == "DECODER_LOST" and fleet.decoders is not None and fleet.decoders.calls == 2
+        await settled(service)
+
+
+async def test_a_worker_that_is_ending_has_not_begun_and_is_not_held_against_the_request() -> None:
+    def drains(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+        if number <= 3:
+            raise Unavailable("DRAINING", "the worker is ending", retry_after=1.0)
+        return True
+
+    async with running() as service:
+        shown, digit = digits.shipped_images()[0]
+        fleet = MeddledFleet(service, encoder=drains, decoder=drains)
+        got = await answer(fleet, question("Read the digits.", image(shown.read_bytes())))
+        assert got.text == str(digit)
+        await settled(service)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "after"), [("queue", None), ("encode", None), ("prefill", "admitted"), ("decode", "tokens")]
+)
+async def test_a_deadline_names_the_stage_at_which_it_passed(stage: str, after: str | None) -> None:
+    """The device of one half stands still: from the beginning, or once the decoder has said something."""
+    clip = digits.shipped_clips()[-1]
+    gate = threading.Event()
+    async with running() as service:
+
+        def stand_still(number: int = 0, response: epb.EncodeResponse | dpb.DecodeResponse | None = None) -> bool:
+            if response is None or response.WhichOneof("message") == after:
+                standing.append(asyncio.create_task(service.decoder.run(gate.wait)))
+            return True
+
+        standing: list[asyncio.Task[bool]] = []
+        fleet = MeddledFleet(service, decoder=stand_still)
+        try:
+            if stage == "encode":
+                service.encoder.device.submit(gate.wait)
+            elif after is None:
+                stand_still()
+            request = question("Read the digits.", video(clip.path.read_bytes()))
+            ending = asyncio.create_task(answer(fleet, request, deadline=time.monotonic() + 2.0))
+            await asyncio.sleep(2.5)  # leaving waits for what stands still
+        finally:
+            gate.set()
+        with pytest.raises(DeadlineExceeded) as caught:
+            await ending
+        assert caught.value.stage == stage
+        await asyncio.gather(*standing)
+        await settled(service)
+
+
+async def test_a_system_in_one_process_that_is_ending_makes_its_requests_unavailable() -> None:
     clip = digits.shipped_clips()[-1]
     async with running() as service:
         gate = threading.Event()
         service.encoder.device.submit(gate.wait)
-        pair = service.router.fleet.choose("digits")
-        asking = asyncio.create_task(answer(pair, question("Read the digits.", video(clip.path.read_bytes()))))
-        await until(lambda: service.encoder.in_flight > 0)
-        closing = asyncio.create_task(service.encoder.close())
-        with pytest.raises(Unavailable) as caught:
-            await asking
-        gate.set()
+        try:
+            asking = asyncio.create_task(ask(service, question("Read the digits.", video(clip.path.read_bytes()))))
+            await until(lambda: service.encoder.in_flight > 0)
+            closing = asyncio.create_task(service.encoder.close())
+            with pytest.raises(Unavailable) as caught:
+                await asking
+        finally:
+            gate.set()
         await closing
     assert caught.value.reason == "DRAINING" and caught.value.retryable

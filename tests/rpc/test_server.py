@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
+import stat
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -405,3 +409,88 @@ async def test_a_port_in_use_is_an_error() -> None:
         with pytest.raises(OSError, match="cannot listen"):
             await second.start()
         await second.stop()
+
+
+async def test_a_socket_file_is_served_and_only_its_owner_may_connect(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    server = Server(f"unix:{path}").add(SERVICES[0], router_pb2_grpc.add_RouterServicer_to_server, Router())
+    async with server, connect(server.target) as channel:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        error = await failure(stub(channel).Estimate(router_pb2.EstimateRequest()))
+        assert isinstance(error, DeadlineExceeded)
+    assert not path.exists(), "a server that stopped leaves no file"
+
+
+async def test_a_socket_file_that_is_in_use_is_refused_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    async with Server(f"unix:{path}") as first:
+        with pytest.raises(OSError, match="another process listens") as caught:
+            Server(f"unix:{path}").bind()
+        assert (caught.value.errno, caught.value.filename) == (errno.EADDRINUSE, str(path))
+        async with connect(first.target) as channel:
+            assert await health(channel, "liveness") == "SERVING", "the first still has it"
+
+
+async def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        Server(f"unix:{path}").bind()
+    assert path.read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        Server(f"unix:{tmp_path}/none/s").bind()
+    with pytest.raises(OSError, match="at most 107 bytes"):
+        Server(f"unix:{tmp_path}/{'s' * 108}").bind()
+
+
+async def test_an_address_is_taken_before_the_services_are_there() -> None:
+    server = Server()
+    port = server.bind()
+    assert port and server.target == f"127.0.0.1:{port}"
+    other = Server(server.target)
+    with pytest.raises(OSError, match="cannot listen"):
+        other.bind()
+    server.add(SERVICES[0], router_pb2_grpc.add_RouterServicer_to_server, Router())
+    async with server, connect(server.target) as channel:
+        assert server.port == port
+        assert isinstance(await failure(stub(channel).Estimate(router_pb2.EstimateRequest())), DeadlineExceeded)
+
+
+async def test_who_watches_health_is_told_and_not_waited_for() -> None:
+    server = Server()
+    await server.start()
+    await server.set_ready(True)
+    async with connect(server.target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        words = aiter(watch)
+        assert (await anext(words)).status == health_pb2.HealthCheckResponse.SERVING
+        stopping = asyncio.create_task(server.stop(grace=3600))
+        assert (await anext(words)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await anext(words, None) is None
+        await stopping
+
+
+async def test_a_second_stop_cuts_the_wait_short() -> None:
+    entered = asyncio.Event()
+
+    class Slow(router_pb2_grpc.RouterServicer):
+        async def ListModels(
+            self, request: router_pb2.ListModelsRequest, context: Context
+        ) -> router_pb2.ListModelsResponse:
+            entered.set()
+            await asyncio.sleep(3600)
+            return router_pb2.ListModelsResponse()
+
+    server = Server().add(SERVICES[0], router_pb2_grpc.add_RouterServicer_to_server, Slow())
+    await server.start()
+    async with connect(server.target) as channel:
+        running = asyncio.ensure_future(failure(stub(channel).ListModels(router_pb2.ListModelsRequest())))
+        await entered.wait()
+        stopping = asyncio.create_task(server.stop(grace=3600))
+        await asyncio.sleep(0)
+        await server.stop()
+        await stopping
+        assert (await running).code in ("UNAVAILABLE", "CANCELLED")

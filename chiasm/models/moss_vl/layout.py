@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chiasm.chat_template import ChatTemplate, Piece, Turn
-from chiasm.errors import CheckpointError
+from chiasm.errors import CheckpointError, InvalidRequest
 from chiasm.media.types import Kind
+from chiasm.models.family import WrittenMedium
 from chiasm.models.moss_vl.config import Config
 from chiasm.tokenizer import Tokenizer
 
@@ -71,6 +72,37 @@ class MossVLPrompt:
             before = []
         return [*pieces, [self._config.vision_end_token_id]]
 
+    def written(self, ids: Sequence[int]) -> list[list[int] | WrittenMedium]:
+        """A pad by itself is a medium of one unit. From `<|vision_start|>` to `<|vision_end|>` the pads are the units
+        of one medium, and what stands between them stays as the caller wrote it, the times above all."""
+        pad, start, end = (
+            self._config.image_token_id,
+            self._config.vision_start_token_id,
+            self._config.vision_end_token_id,
+        )
+        media: list[tuple[int, int]] = []  # (first id, one past the last)
+        opened: int | None = None
+        for at, token in enumerate([*ids, start]):  # a region that is never closed is cut off by another start
+            if token == self._config.video_token_id:
+                raise _mismatch("a frame of a video is written <|image_pad|>", at)
+            if token == start:
+                if opened is not None and pad in ids[opened:at]:
+                    raise _mismatch("a video ends with <|vision_end|>", opened)
+                opened = at
+            elif token == end and opened is not None:
+                if pad in ids[opened:at]:
+                    media.append((opened, at + 1))
+                opened = None
+            elif token == pad and opened is None:
+                media.append((at, at + 1))
+        pieces: list[list[int] | WrittenMedium] = []
+        done = 0
+        for first, last in media:
+            pieces += [list(ids[done:first]), WrittenMedium(_at_pads(ids[first:last], pad))]
+            done = last
+        pieces.append(list(ids[done:]))
+        return [piece for piece in pieces if piece]
+
     def frame(self, offset: float) -> tuple[list[int], list[int]]:
         return [self._config.vision_start_token_id, *self._stamp(offset)], [self._config.vision_end_token_id]
 
@@ -81,3 +113,20 @@ class MossVLPrompt:
 
     def _stamp(self, offset: float) -> list[int]:
         return [self._time[0], *self.text(f"{offset:.1f} seconds"), self._time[1]]
+
+
+def _at_pads(ids: Sequence[int], pad: int) -> list[list[int] | int]:
+    """Ids cut at their pads, which are numbered from 0."""
+    pieces: list[list[int] | int] = [[]]
+    for token in ids:
+        if token == pad:
+            pieces += [len(pieces) // 2, []]
+        else:
+            run = pieces[-1]
+            assert isinstance(run, list)
+            run.append(token)
+    return [piece for piece in pieces if piece != []]
+
+
+def _mismatch(message: str, at: int) -> InvalidRequest:
+    return InvalidRequest("PLACEHOLDER_MISMATCH", message, facts={"index": at})

@@ -586,6 +586,7 @@ class DecodeAdmitted(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     EXPECTED_WAIT_FIELD_NUMBER: _builtins.int
+    FITS_WITH_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Counts the text tokens of the prompt."""
     visual_tokens: _builtins.int
@@ -596,6 +597,10 @@ class DecodeAdmitted(_message.Message):
     """Bounds prompt and output together."""
     prompt_digest: _builtins.bytes
     """Holds BLAKE3 of the token ids of the prompt, 32 bytes. A resumed timeline must have the same."""
+    fits_with: _builtins.str
+    """Says what would make it fit, for example `max_frames=38` on every video. With SAMPLE_MODE_ESTIMATE only. Empty when
+    it fits, or when no single option makes it.
+    """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitRef]:
         """Names units that need not be encoded because they are here already."""
@@ -614,10 +619,11 @@ class DecodeAdmitted(_message.Message):
         held: _abc.Iterable[_common_pb2.UnitRef] | None = ...,
         prompt_digest: _builtins.bytes = ...,
         expected_wait: _duration_pb2.Duration | None = ...,
+        fits_with: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_wait", b"expected_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_limit", b"context_limit", "expected_wait", b"expected_wait", "held", b"held", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "room", b"room", "visual_tokens", b"visual_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_limit", b"context_limit", "expected_wait", b"expected_wait", "fits_with", b"fits_with", "held", b"held", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "room", b"room", "visual_tokens", b"visual_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

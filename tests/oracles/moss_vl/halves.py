@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.cache.entry import Contract, open_entry, seal, tag_secret, tenant_root, unit_key
+from chiasm.cache.entry import Contract, open_entry, seal, tag_secret, unit_key
 from chiasm.cache.memory import MemoryStore
+from chiasm.cache.tenant import tenant_root
 from chiasm.chat_template import Piece, Slot
 from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.moss_vl.config import Config

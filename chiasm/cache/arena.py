@@ -1,0 +1,219 @@
+"""An entry store in the memory that all workers of a node share, so that it outlives every one of them.
+
+What is whose is written in the region itself (`chiasm.cache.ledger`), under one lock that is held for moments: never
+while an entry is copied. Reading takes no lock at all. An entry is looked at before and after it is copied out, and
+one that was given away in between is a miss; whether the bytes are right is for the reader to say (`open_entry`).
+
+A writer that dies leaves its half-written entry, which goes as soon as anybody needs room; one that died or stopped
+with the lock hangs nobody: whoever waits too long for it is refused, or misses.
+
+Pins end by the clock of the boot, which is one for all processes, so those of the dead end too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+
+from chiasm.cache.entry import EntryKey, Sealed
+from chiasm.cache.ledger import Extent, Ledger, Pin, Step
+from chiasm.cache.place import InArena, Place
+from chiasm.cache.region import HEADER_BYTES, Region
+from chiasm.cache.store import Lease, Pinned, StoreStats
+from chiasm.errors import Overloaded
+
+_SMALL = 128 << 10
+"""Bytes that are copied where they are asked for, in some 10 µs; more go to a thread, which costs as much."""
+
+_POLL = 0.0005
+"""Seconds between two tries to take the lock."""
+
+_TRIES = 3
+"""How often an entry is looked for that is put again each time while it is copied out."""
+
+
+class ArenaStore:
+    """`EntryStore` over a region. Its counts are those of this process, what is held is the whole node's.
+
+    Args:
+        region: opened by this process, and closed by whoever opened it after the last call here has returned.
+        clock: seconds, monotonic, the same for all processes. Leases end by it.
+        patience: seconds to wait for a lock that another process holds.
+        step: see `chiasm.cache.ledger.Step`.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = 1.0,
+        step: Step = lambda name: None,
+    ) -> None:
+        self._region = region
+        self._ledger = Ledger(region.body, step=step)
+        self._clock = clock
+        self._patience = patience
+        self._step = step
+        self._entered = False
+        self._counts = dict.fromkeys(("puts", "hits", "misses", "refusals"), 0)
+
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
+        """As `EntryStore.put`. Raises Overloaded CACHE_BUSY too, retryable, if another process keeps the lock."""
+        sizes = (sealed.payload.nbytes, len(sealed.header), len(sealed.tag))
+        try:
+            async with self._locked():
+                now = self._now()
+                self._ledger.reclaim(self._region.alive)
+                pin = None if lease is None else self._pin(lease, now)
+                extent = self._ledger.reserve(key, *sizes, writer=self._region.slot, now=now, pin=pin)
+        except Overloaded:
+            self._counts["refusals"] += 1
+            raise
+        try:
+            await self._write(sealed, extent)
+            async with self._locked():
+                self._ledger.publish(extent)
+        except BaseException:
+            self._ledger.abandon(extent)
+            raise
+        self._counts["puts"] += 1
+        return self._place(extent)
+
+    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+        """As `EntryStore.pin`. A miss as well if another process keeps the lock."""
+        try:
+            async with self._locked():
+                now = self._now()
+                extent = self._ledger.pin(key, self._pin(lease, now), now=now)
+                header = b"" if extent is None else self._parts(extent)[1].tobytes()
+        except _Busy:
+            extent = None
+        self._count(extent is not None)
+        return None if extent is None else Pinned(header, self._place(extent))
+
+    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        """As `EntryStore.get`. Where a place was given away since, the entry is looked for under its key: it may only
+        have been put again."""
+        for extent in self._seek(key, place):
+            sealed = await self._read(extent)
+            if sealed is not None:
+                self._count(True)
+                return sealed
+        self._count(False)
+        return None
+
+    async def release(self, key: EntryKey, lease_id: bytes) -> None:
+        with suppress(_Busy):  # then it ends by itself
+            async with self._locked():
+                self._ledger.unpin(key, lease_id)
+
+    async def discard(self, key: EntryKey) -> None:
+        with suppress(_Busy):  # then the next reader finds it wrong too
+            async with self._locked():
+                self._ledger.discard(key)
+
+    async def flush(self) -> None:
+        """As `EntryStore.flush`. Raises Overloaded CACHE_BUSY if another process keeps the lock."""
+        async with self._locked():
+            self._ledger.reclaim(self._region.alive)
+            self._ledger.flush(now=self._now())
+
+    def stats(self) -> StoreStats:
+        usage = self._ledger.usage(now=self._now())
+        return StoreStats(
+            **usage._asdict(), budget=self._ledger.capacity, evictions=self._ledger.evictions, **self._counts
+        )
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        """Holds the region's lock for a few lines that await nothing. Raises _Busy."""
+        end = time.monotonic() + self._patience
+        while not self._region.try_lock():
+            if time.monotonic() >= end:
+                raise _Busy("CACHE_BUSY", "another process keeps the arena's lock", retry_after=0.1)
+            await asyncio.sleep(_POLL)
+        try:
+            self._step("locked")
+            if not self._entered:  # whatever is written in the name of this slot is of the dead who had it before
+                self._ledger.reclaim(lambda slot: slot != self._region.slot)
+                self._entered = True
+            yield
+        finally:
+            self._region.unlock()
+
+    async def _write(self, sealed: Sealed, extent: Extent) -> None:
+        if extent.size <= _SMALL:
+            self._fill(sealed, extent)
+            return
+        writing = asyncio.create_task(asyncio.to_thread(self._fill, sealed, extent))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            while not writing.done():  # a copy cannot be stopped, and until it ends the extent is nobody else's
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([writing])
+
+    def _fill(self, sealed: Sealed, extent: Extent) -> None:
+        payload, header, tag = self._parts(extent)
+        payload[:] = np.frombuffer(sealed.payload, np.uint8)
+        self._step("copying")
+        header[:] = np.frombuffer(sealed.header, np.uint8)
+        tag[:] = np.frombuffer(sealed.tag, np.uint8)
+
+    async def _read(self, extent: Extent) -> Sealed | None:
+        if extent.size <= _SMALL:
+            return self._copy(extent)
+        return await asyncio.to_thread(self._copy, extent)
+
+    def _copy(self, extent: Extent) -> Sealed | None:
+        payload, header, tag = (part.copy() for part in self._parts(extent))
+        self._step("reading")
+        if not self._ledger.holds(extent):
+            return None
+        self._ledger.touch(extent)
+        return Sealed(header.tobytes(), payload.data, tag.tobytes())
+
+    def _parts(self, extent: Extent) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+        """Payload, header and tag where they lie."""
+        start = extent.start
+        parts = []
+        for nbytes in (extent.payload, extent.header, extent.tag):
+            parts.append(self._ledger.data[start : start + nbytes])
+            start += nbytes
+        return parts
+
+    def _seek(self, key: EntryKey, place: Place | None) -> Iterator[Extent]:
+        """Where the entry may be, each found when the one before it had gone."""
+        if place is not None:
+            if not isinstance(place, InArena) or place.arena_id != self._region.arena_id:
+                return
+            extent = self._ledger.at(place.generation, key)
+            if extent is not None and self._place(extent) == place:
+                yield extent
+        for _ in range(_TRIES):
+            extent = self._ledger.find(key)
+            if extent is None:
+                return
+            yield extent
+
+    def _place(self, extent: Extent) -> InArena:
+        offset = HEADER_BYTES + self._ledger.offset + extent.start
+        return InArena(self._region.arena_id, offset, extent.generation)
+
+    def _pin(self, lease: Lease, now: int) -> Pin:
+        return Pin(lease.id, now + int(lease.seconds * 1e9))
+
+    def _now(self) -> int:
+        return int(self._clock() * 1e9)
+
+    def _count(self, found: bool) -> None:
+        self._counts["hits" if found else "misses"] += 1
+
+
+class _Busy(Overloaded):
+    """CACHE_BUSY: another process keeps the lock."""

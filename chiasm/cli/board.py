@@ -1,0 +1,119 @@
+"""What a person is shown while processes start and run: weights loading, what died, what was logged.
+
+On a terminal the weights are bars, elsewhere a line for every tenth. Knows records, not processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from chiasm.cli.child import Record, Tell
+from chiasm.cli.system import LISTEN
+from chiasm.cli.telling import line, ms, size
+
+LIFE: Final = frozenset({"starting", "loading", "listening", "ready", "draining", "stopped"})
+"""Events of every role's life, which people see in other words."""
+
+FRONT: Final = "router"
+"""The role that drains for the callers to see."""
+
+ROLE: Final = "serve"
+"""Of records that tell about the whole."""
+
+_STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
+_ALWAYS = frozenset({"timestamp", "level", "logger", "event", "role", "exception"})
+"""Keys of a record that are not facts of their own."""
+
+
+def as_json(said: Record) -> None:
+    """Tells a record as one line of JSON on standard error."""
+    print(json.dumps(said, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
+
+
+class Board:
+    """Tells records to a person.
+
+    Args:
+        quiet: shows loading and what goes wrong, and no other line of a log.
+    """
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}
+
+    @property
+    def tell(self) -> Tell:
+        return self._tell
+
+    def settled(self, text: str) -> None:
+        """Everything is ready: says so."""
+        self.close()
+        self._console.print(text, style="bold")
+
+    def close(self) -> None:
+        """Takes the bars away. Twice is fine."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _tell(self, said: Record) -> None:
+        event = said["event"]
+        if event == "loading":
+            self._loading(str(said["role"]), int(said["done"]), int(said["total"]))
+        elif event not in LIFE:
+            self._log(said)
+        elif event == "draining" and said["role"] == FRONT and not self._quiet:
+            self.close()
+            wait = f"up to {said['seconds']:g} s for requests that are running"
+            self._console.print(line("ending", f"{wait}; Ctrl-C again ends at once"))
+        elif event != "ready" or self._quiet:
+            return
+        elif said["role"] == ROLE:
+            self.close()
+            self._console.print(ready_line(str(said["target"]), float(said["seconds"])), style="bold")
+        else:
+            self._console.print(line(str(said["role"]), "ready", f"after {ms(float(said['seconds']))}"), style="dim")
+
+    def _loading(self, role: str, done: int, total: int) -> None:
+        if self._console.is_terminal:
+            if self._bars is None:
+                columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+                self._bars = Progress(*columns, console=self._console, transient=True)
+                self._bars.start()
+                self._tasks.clear()
+            if role not in self._tasks:
+                self._tasks[role] = self._bars.add_task(line("loading", role), total=total)
+            self._bars.update(self._tasks[role], completed=done, total=total)
+            return
+        tenth = 10 * done // total if total else 10
+        if tenth != self._tenths.get(role) and not self._quiet:
+            self._tenths[role] = tenth
+            self._console.print(line("loading", f"{role} {10 * tenth} %", f"{size(done)} of {size(total)}"))
+
+    def _log(self, said: Record) -> None:
+        level = str(said["level"])
+        if self._quiet and level not in _STYLES:
+            return
+        facts = " ".join(f"{key}={value}" for key, value in said.items() if key not in _ALWAYS)
+        clock = str(said.get("timestamp", ""))[11:19]
+        text = f"{clock} {said['role']} {level if level in _STYLES else ''} {said['event']} {facts}"
+        self._console.print(" ".join(text.split()), style=_STYLES.get(level, "dim"))
+        if exception := said.get("exception"):
+            self._console.print(str(exception), style="dim")
+
+
+def ready_line(target: str, seconds: float) -> str:
+    """The last line before the log: what to do next."""
+    host, _, port = target.rpartition(":")
+    if host in ("0.0.0.0", "[::]", "127.0.0.1"):
+        target = f"localhost:{port}"
+    elsewhere = "" if target == f"localhost:{LISTEN.rpartition(':')[2]}" else f" --target {target}"
+    return f'ready in {seconds:.1f} s · try: chiasm ask{elsewhere} "What happens?" clip.mp4'

@@ -1,0 +1,75 @@
+"""`chiasm serve`: the three processes for one model, until they are told to end.
+
+Says what runs, where, and with what, then what is logged. Knows how to say it; what runs is `chiasm.cli.system`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from functools import partial
+
+from rich.console import Console
+
+from chiasm import __version__
+from chiasm.cli import interrupts
+from chiasm.cli.board import ROLE, Board, as_json
+from chiasm.cli.child import Tell, record
+from chiasm.cli.failure import facts
+from chiasm.cli.interrupts import Interrupts
+from chiasm.cli.system import Options, arena_bytes, check_listen, cores, running, threads
+from chiasm.cli.telling import line, size
+from chiasm.cli.weights import parameters
+from chiasm.errors import ChiasmError
+
+NOT_SAFE = "anyone who reaches this address can use the model: neither keys nor TLS are built yet"
+
+_LOGGER = "chiasm.cli.serve"
+
+
+def run(options: Options, console: Console, *, insecure: bool, json_log: bool) -> None:
+    """The command. Returns after SIGINT or SIGTERM, when nothing runs any more.
+
+    Raises CommandFailed, CheckpointError, OSError.
+    """
+    addresses = [address for address in (options.listen, options.http) if address is not None]
+    reachable = [address for address in addresses if check_listen(address, insecure=insecure)]
+    board = Board(console)
+    if not json_log:
+        banner(options, console)
+    try:
+        with suppress(KeyboardInterrupt):  # asked to end, and ended
+            interrupts.run(partial(_serve, options, as_json if json_log else board.tell, reachable))
+    finally:
+        board.close()
+
+
+async def _serve(options: Options, tell: Tell, reachable: list[str], signals: Interrupts) -> None:
+    say = partial(record, logger=_LOGGER, role=ROLE)
+    for address in reachable:
+        tell(say(NOT_SAFE, level="warning", address=address))
+    async with running(options, tell, signals) as system:
+        tell(say("ready", level="info", target=system.target, seconds=round(system.seconds, 3)))
+        await system.supervisor.wait()
+
+
+def log_failure(error: ChiasmError | OSError) -> None:
+    """Tells a failure as a line of the log, for those who read nothing else."""
+    what, where, fix = facts(error)
+    as_json(record(what, level="error", logger=_LOGGER, role=ROLE, where=where, fix=fix))
+
+
+def banner(options: Options, console: Console) -> None:
+    """What is about to run."""
+    workers = {"encoder": options.encoders, "decoder": options.decoders}
+    roles = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in workers.items())
+    each = threads(os.environ, sum(workers.values()))["OMP_NUM_THREADS"]
+    console.print(f"chiasm {__version__} · serve · {options.name}", style="bold")
+    console.print(line("roles", f"{roles}, 1 router"))
+    weights = f"{parameters(options.folder) / 1e6:.1f} M parameters"
+    console.print(line("model", f"{weights}, {options.folder}"))
+    where = f"{options.device}, {options.dtype or 'its usual dtype'}"
+    console.print(line("device", f"{where}, {platform.machine()}, {cores()} cores, {each} for each worker"))
+    console.print(line("address", f"{options.listen}, metrics {options.http or 'off (--http 127.0.0.1:9090)'}"))
+    console.print(line("cache", f"{size(arena_bytes(options))} of shared memory in {options.parent}"))

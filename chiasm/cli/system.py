@@ -1,0 +1,211 @@
+"""Router, encoders and decoders as processes of this machine, around one arena: what `serve` and `demo` run.
+
+Turns what was asked for into command lines of roles. Workers listen on sockets in the folder of the run, so that no
+port but the router's is open. Knows the flags of the roles, and nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from chiasm.cache.region import Region
+from chiasm.cli import health, run_folder
+from chiasm.cli.child import Role, Tell
+from chiasm.cli.failure import MISUSED, CommandFailed
+from chiasm.cli.interrupts import Interrupts
+from chiasm.cli.run_folder import RunFolder
+from chiasm.cli.supervisor import Policy, Supervisor
+
+LISTEN = "127.0.0.1:50051"
+
+ARENA_BYTES = 1 << 30
+"""Of the arena, unless something else is asked for or half of what is free is less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is to run.
+
+    Attributes:
+        folder: of the checkpoint.
+        name: what requests call the model.
+        listen: `HOST:PORT` or `unix:PATH` of the router; port 0 takes a free one.
+        http: `HOST:PORT` of the router's `/metrics`, `/healthz` and `/readyz`; None for none.
+        device, dtype: where the workers compute, and in what; None is for each device its usual.
+        arena_bytes: None for a share of what is free.
+        parent: a folder in memory, in which that of the run is made.
+    """
+
+    folder: Path
+    name: str
+    listen: str = LISTEN
+    http: str | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    arena_bytes: int | None = None
+    encoders: int = 1
+    decoders: int = 1
+    parent: Path = run_folder.IN
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Attributes:
+    target: what a channel to the router takes.
+    supervisor: keeps the processes until the context is left.
+    seconds: from the beginning until it was ready.
+    """
+
+    target: str
+    supervisor: Supervisor
+    seconds: float
+
+
+@asynccontextmanager
+async def running(
+    options: Options, tell: Tell, interrupts: Interrupts, *, policy: Policy | None = None
+) -> AsyncIterator[Running]:
+    """Starts everything and waits until a question would be answered. Leaving the context ends everything: the router,
+    then the workers, then the folder with the arena.
+
+    Raises CommandFailed if a role cannot start or no folder can be made, Unsupported ARENA_NO_SPACE.
+    """
+    began = time.monotonic()
+    with _folder(options.parent) as folder:
+        region = await asyncio.to_thread(Region.create, folder.arena, arena_bytes(options))
+        try:
+            front, workers = roles(options, folder)
+            async with Supervisor(front, workers, tell, policy=policy) as supervisor:
+                interrupts.hurry = supervisor.kill
+                await supervisor.during(_answers(supervisor))
+                yield Running(supervisor.target, supervisor, time.monotonic() - began)
+        finally:
+            region.close()
+
+
+def _folder(parent: Path) -> RunFolder:
+    run_folder.sweep(parent)
+    try:
+        return RunFolder(parent)
+    except OSError as error:
+        what = f"no folder can be made in {parent}: {error.strerror}"
+        raise CommandFailed(what, str(parent), "chiasm doctor", code=MISUSED) from None
+
+
+async def _answers(supervisor: Supervisor) -> None:
+    await supervisor.ready()
+    await health.until_ready(supervisor.target)
+
+
+def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
+    """The router, and the workers."""
+    kinds = {"encoder": options.encoders, "decoder": options.decoders}
+    names = {kind: [f"{kind}-{index}" for index in range(count)] for kind, count in kinds.items()}
+    environment = threads(os.environ, sum(kinds.values()))
+    dtype = {"--dtype": options.dtype} if options.dtype is not None else {}
+    workers = [
+        _role(
+            name,
+            f"{kind}_service",
+            {
+                "--model": str(options.folder),
+                "--name": options.name,
+                "--listen": folder.socket(name),
+                "--arena": str(folder.arena),
+                "--workers-secret-file": str(folder.workers_secret),
+                "--http": "none",
+                "--device": options.device,
+                **dtype,
+            },
+            environment,
+        )
+        for kind in kinds
+        for name in names[kind]
+    ]
+    front = _role(
+        "router",
+        "router",
+        {
+            "--listen": options.listen,
+            "--encoders": ",".join(map(folder.socket, names["encoder"])),
+            "--decoders": ",".join(map(folder.socket, names["decoder"])),
+            "--tenants-secret-file": str(folder.tenants_secret),
+            "--http": options.http or "none",
+        },
+        environment,
+    )
+    return front, workers
+
+
+def _role(name: str, module: str, flags: Mapping[str, str], environment: Mapping[str, str]) -> Role:
+    # -P: a folder named like a module, where the command happens to be run, is not the module.
+    command = [sys.executable, "-P", "-m", module, *(word for flag in flags.items() for word in flag)]
+    return Role(name, [*command, "--log-format", "json", "--supervised"], environment)
+
+
+def threads(environment: Mapping[str, str], workers: int) -> dict[str, str]:
+    """The environment of the roles: the cores shared out among the workers, unless the user has said how.
+
+    Threads of arithmetic that are more than the cores wait for each other at every step: an operation of half a
+    millisecond then takes eight, a slice of the kernel's scheduler.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, cores() // workers)), **environment}
+
+
+def cores() -> int:
+    """Cores that this process may use: those it may run on, or the quota of its container where that is less."""
+    mine = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return mine if quota == "max" else max(1, min(mine, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return mine
+
+
+def arena_bytes(options: Options) -> int:
+    """Bytes of the arena: those asked for, else 1 GiB or half of what is free."""
+    if options.arena_bytes is not None:
+        return options.arena_bytes
+    return min(ARENA_BYTES, shutil.disk_usage(options.parent).free // 2)
+
+
+def check_listen(listen: str, *, insecure: bool) -> bool:
+    """Whether an address can be reached from other machines, which only `insecure` allows.
+
+    Raises CommandFailed for one that can be reached and may not, and for one that is no address.
+    """
+    if listen.startswith("unix:"):
+        return False
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        fix = f"write HOST:PORT, for example {LISTEN}, or unix:PATH"
+        raise CommandFailed(f"{listen} is not an address", "--listen or --http", fix, code=MISUSED)
+    if is_loopback(host.strip("[]")):
+        return False
+    if not insecure:
+        raise CommandFailed(
+            f"{listen} can be reached from other machines, and neither keys nor TLS are built yet",
+            "--listen or --http",
+            f"listen on 127.0.0.1:{port}, or say --insecure where the network itself keeps strangers out",
+            code=MISUSED,
+        )
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine and nothing else, by every address that its name has."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)

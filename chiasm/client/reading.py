@@ -1,0 +1,197 @@
+"""The server's words to the client's: events, usage, models, estimates, handles.
+
+`Reader` turns the responses of one answer into events, in order. Knows no transport and no clock.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC
+
+from google.protobuf.duration_pb2 import Duration
+
+from chiasm.client.events import (
+    Estimate,
+    Event,
+    Finished,
+    FinishReason,
+    FramesVisible,
+    MediaEstimate,
+    MediaKind,
+    MediaUsage,
+    ModelInfo,
+    Operation,
+    StageTimes,
+    Started,
+    TimelineFrame,
+    Token,
+    Usage,
+)
+from chiasm.client.media import Handle
+from chiasm.errors import ServerError
+from chiasm.rpc.times import to_seconds
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import router_pb2 as rpb
+
+_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_CLOSED: "closed",
+}
+_KINDS: dict[int, MediaKind] = {
+    pb.MEDIA_KIND_IMAGE: "image",
+    pb.MEDIA_KIND_VIDEO: "video",
+    pb.MEDIA_KIND_FRAME: "frame",
+}
+_OPERATIONS: dict[int, Operation] = {
+    rpb.OPERATION_GENERATE: "generate",
+    rpb.OPERATION_CONDITION: "condition",
+    rpb.OPERATION_EMBED: "embed",
+    rpb.OPERATION_SESSION: "session",
+}
+
+
+class Reader:
+    """Reads the responses of one answer, in order."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._index = 0
+        self._units: list[tuple[int, int]] = []  # of each frame of the timeline
+        self._visible = 0
+
+    def read(self, response: rpb.GenerateResponse) -> list[Event]:
+        """The events of a response; none for what is not the caller's.
+
+        Raises ServerError INTERNAL if tokens are missing or repeated.
+        """
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            return self._started(response.started)
+        if kind == "tokens" and response.tokens.attempt >= self._attempt:
+            return [self._tokens(response.tokens)]
+        if kind == "visible" and response.visible.attempt >= self._attempt:
+            return [self._see(response.visible)]
+        if kind == "finished":
+            return self._finished(response.finished)
+        return []
+
+    def _started(self, started: pb.Started) -> list[Event]:
+        first = self._attempt == 0
+        self._attempt = max(started.attempt, 1)
+        if not first:
+            return []  # another attempt goes on with the same timeline
+        self._units = [(frame.slot, frame.unit) for frame in started.frames]
+        return [Started(tuple(map(_timeline_frame, started.frames)), started.prompt_tokens)]
+
+    def _tokens(self, tokens: pb.Tokens) -> Token:
+        if tokens.index != self._index:
+            raise ServerError(
+                "INTERNAL",
+                f"token {self._index} was due and token {tokens.index} came",
+                facts={"due": self._index, "came": tokens.index},
+            )
+        self._index += len(tokens.ids)
+        return Token(tokens.text.decode(), tuple(tokens.ids), tokens.index, self._visible)
+
+    def _see(self, visible: pb.Visible) -> FramesVisible:
+        dropped, seen = self._frames_of(visible.first), self._frames_of(visible.count)
+        self._visible = seen - dropped
+        until = visible.visible_until_offset if visible.HasField("visible_until_offset") else None
+        return FramesVisible(self._visible, None if until is None else to_seconds(until), visible.index, dropped)
+
+    def _frames_of(self, units: int) -> int:
+        """How many frames the first `units` units of the timeline hold: one each, or as many as the family pairs."""
+        order = list(dict.fromkeys(self._units))
+        held = set(order[:units])
+        return sum(unit in held for unit in self._units)
+
+    def _finished(self, finished: pb.Finished) -> list[Event]:
+        end = Finished(_REASONS.get(finished.reason, "other"), _usage(finished.usage), _stage_times(finished.times))
+        if not finished.text:
+            return [end]
+        return [Token(finished.text.decode(), (), self._index, self._visible), end]
+
+
+def _timeline_frame(frame: pb.TimelineFrame) -> TimelineFrame:
+    return TimelineFrame(
+        slot=frame.slot,
+        index=frame.index,
+        unit=frame.unit,
+        offset=to_seconds(frame.frame_offset) if frame.HasField("frame_offset") else None,
+        grid=(frame.grid.t, frame.grid.h, frame.grid.w),
+        tokens=frame.tokens,
+        at_index=frame.at_index,
+    )
+
+
+def _usage(usage: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        visual_tokens=usage.visual_tokens,
+        output_tokens=usage.output_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens if usage.HasField("cached_prompt_tokens") else None,
+        media=tuple(map(_media_usage, usage.media)),
+    )
+
+
+def _media_usage(medium: pb.MediaUsage) -> MediaUsage:
+    return MediaUsage(
+        kind=_KINDS.get(medium.kind, "other"),
+        format=medium.format,
+        frames_in_file=medium.frames_in_file,
+        frames_decoded=medium.frames_decoded,
+        frames_used=medium.frames_used,
+        grid=(medium.grid.t, medium.grid.h, medium.grid.w),
+        tokens=medium.tokens,
+        source_size=(medium.source_size.height, medium.source_size.width),
+        resized_size=(medium.resized_size.height, medium.resized_size.width),
+        offsets=tuple(map(to_seconds, medium.frame_offsets)),
+        flags=tuple(medium.flags),
+        units=medium.units,
+        units_cached=medium.units_cached if medium.HasField("units_cached") else None,
+    )
+
+
+def _stage_times(times: pb.StageTimes) -> StageTimes:
+    said: dict[str, float] = {}
+    for field, value in times.ListFields():
+        assert isinstance(value, Duration), f"{field.name} is no duration"
+        said[field.name] = to_seconds(value)
+    return StageTimes(**said)
+
+
+def to_models(response: rpb.ListModelsResponse) -> tuple[ModelInfo, ...]:
+    return tuple(
+        ModelInfo(
+            name=model.name,
+            family=model.family,
+            context_limit=model.context_limit,
+            operations=tuple(_OPERATIONS[operation] for operation in model.operations if operation in _OPERATIONS),
+            media=tuple(_KINDS.get(kind, "other") for kind in model.media_kinds),
+            layers=model.layers,
+            ready=model.ready,
+        )
+        for model in response.models
+    )
+
+
+def to_estimate(response: rpb.EstimateResponse) -> Estimate:
+    return Estimate(
+        prompt_tokens=response.prompt_tokens,
+        visual_tokens=response.visual_tokens,
+        context_limit=response.context_limit,
+        room=response.room,
+        fits_with=response.fits_with,
+        media=tuple(MediaEstimate(_media_usage(medium.usage), medium.entry_bytes) for medium in response.media),
+    )
+
+
+def to_handle(response: rpb.UploadResponse, header: pb.MediaHeader) -> Handle:
+    """The handle of an upload whose header was `header`."""
+    return Handle(
+        response.handle,
+        "video" if header.kind == pb.MEDIA_KIND_VIDEO else "image",
+        byte_length=response.byte_length,
+        expires_at=response.expire_time.ToDatetime(UTC) if response.HasField("expire_time") else None,
+        listed=header.kind == pb.MEDIA_KIND_VIDEO and header.HasField("frames"),
+    )

@@ -1,0 +1,70 @@
+"""What a worker needs before it can serve, by its settings: its node's region, a device, and how far a loading is.
+
+It knows torch's names, the region and the checkpoint. It knows no log and no wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from chiasm.cache.region import Region
+from chiasm.models.registry import Model
+from chiasm.models.weights import HalfName
+from chiasm.settings import SettingsError, WorkerSettings
+
+
+def region(settings: WorkerSettings) -> Region:
+    """The node's region, made if the settings say how large. Blocks while it is made. Raises what `Region` raises."""
+    if settings.arena_bytes is None:
+        return Region.open(settings.arena)
+    return Region.open_or_create(settings.arena, settings.arena_bytes)
+
+
+@contextmanager
+def followed(model: Model, half: HalfName, progress: Callable[[int, int], object]) -> Iterator[None]:
+    """Tells, while the block loads one half of a model and asks for its fingerprint, how many of the bytes that have to
+    be read for that are read: `progress(done, total)`, after each tensor. What it raises ends the loading."""
+    checkpoint = model.checkpoint
+    tensors = checkpoint.tensors
+    total = tensors.nbytes(model.weights.names(half)) + (0 if checkpoint.fingerprint_known else tensors.nbytes())
+    done = 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        progress(done, total)
+
+    tensors.on_read = read
+    try:
+        progress(0, total)
+        yield
+        progress(total, total)
+    finally:
+        tensors.on_read = None
+
+
+def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype | None]:
+    """A device and a type by torch's names. No type means float32 on a CPU, which computes nothing faster, and else
+    the checkpoint's own (None).
+
+    Raises SettingsError for a device that this machine or this build of torch does not have.
+    """
+    fix = "--device cpu runs everywhere"
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise SettingsError(f"{device!r} is no device that torch knows", "--device", fix) from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count()
+        if (found.index or 0) >= count:
+            raise SettingsError(f"{device} is not there: torch sees {count} CUDA devices", "--device", fix)
+    elif found.type != "cpu":
+        raise SettingsError(f"{device} is not served: cpu and cuda are", "--device", fix)
+    if dtype is not None:
+        named = getattr(torch, dtype)
+        assert isinstance(named, torch.dtype), dtype
+        return found, named
+    return found, torch.float32 if found.type == "cpu" else None

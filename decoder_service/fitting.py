@@ -1,0 +1,174 @@
+"""What a prompt needs of the context and of both pools, and what would make it fit.
+
+All of it is counting, from how the family lays text and units: nothing is laid for it, no tensor is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chiasm.chat_template import Piece, Slot
+from chiasm.errors import Fact, InvalidRequest
+from chiasm.media.sample import spread
+from chiasm.models.family import Grid
+from chiasm.timeline import UnitLayout
+from decoder_service.sequence import SizedSlot
+
+
+class Needs(NamedTuple):
+    """Of a stretch of a timeline: rows of text, placeholders included, positions, and visual tokens."""
+
+    rows: int = 0
+    positions: int = 0
+    visual: int = 0
+
+    def plus(self, other: Needs) -> Needs:
+        return Needs(self.rows + other.rows, self.positions + other.positions, self.visual + other.visual)
+
+    @property
+    def context(self) -> int:
+        """What is spent of the context: the next position and the next row are both bounded by it."""
+        return max(self.rows, self.positions)
+
+
+class Limits(NamedTuple):
+    """Of one model on one worker.
+
+    Attributes:
+        context: rows and positions of prompt and answer together.
+        text, visual: tokens that the two pools hold.
+    """
+
+    context: int
+    text: int
+    visual: int
+
+    def room(self, needs: Needs, asked: int | None) -> int:
+        """Tokens that can be drawn after a prompt: as many as asked for, or as many as there is room for; 0 if it does
+        not fit."""
+        left = min(self.context - needs.context, self.text - needs.rows)
+        if needs.visual > self.visual or left < (asked or 1):
+            return 0
+        return asked or left
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A medium as it was sized.
+
+    Attributes:
+        framed: the family's pieces for units at those seconds (`Prompt.medium`), where frames may be left out; None
+            where they may not.
+    """
+
+    sized: SizedSlot
+    framed: Callable[[Sequence[float]], Sequence[Sequence[int] | int]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """A prompt before it is laid.
+
+    Attributes:
+        pieces: token ids, and slots.
+        media: by slot.
+        unit_layout: how the family lays a unit of a grid.
+    """
+
+    pieces: Sequence[Piece]
+    media: dict[int, Medium]
+    unit_layout: Callable[[Grid], UnitLayout]
+
+    def needs(self, *, most: int | None = None) -> Needs:
+        """Of the whole prompt, with `most` frames of each video at most, the others left out evenly."""
+        total = self.of_text()
+        for piece in self.pieces:
+            if isinstance(piece, Slot):
+                total = total.plus(self.of_medium(piece.index, most=most))
+        return total
+
+    def of_text(self) -> Needs:
+        """Of what belongs to no medium."""
+        rows = sum(len(piece) for piece in self.pieces if not isinstance(piece, Slot))
+        return Needs(rows, rows)
+
+    def of_medium(self, slot: int, *, most: int | None = None) -> Needs:
+        medium = self.media[slot]
+        grids, pieces = medium.sized.grids, medium.sized.pieces
+        if most is not None and medium.framed is not None and len(grids) > most:
+            kept = spread(len(grids), most)
+            grids = [grids[i] for i in kept]
+            pieces = medium.framed([medium.sized.offsets[i] for i in kept])
+        total = Needs()
+        for piece in pieces:
+            if isinstance(piece, int):
+                layout = self.unit_layout(grids[piece])
+                total = total.plus(Needs(len(layout.placeholder_ids), layout.advance, layout.vision_tokens))
+            else:
+                total = total.plus(Needs(len(piece), len(piece)))
+        return total
+
+    def fits_with(self, limits: Limits, asked: int | None) -> str:
+        """The one option that would make it fit, with the largest value that does: `max_tokens=N` where a shorter
+        answer is enough, else `max_frames=N` on every video. Empty when neither is enough, or when it fits.
+
+        Frames are taken as large as they were sized. Where a pixel budget made them smaller, fewer of them may be
+        larger.
+        """
+        if limits.room(self.needs(), asked):
+            return ""
+        if room := limits.room(self.needs(), None):
+            return f"max_tokens={room}"
+        thinned = [len(medium.sized.grids) for medium in self.media.values() if medium.framed is not None]
+        fits, fails = 0, max(thinned, default=0)
+        while fails - fits > 1:
+            most = (fits + fails) // 2
+            if limits.room(self.needs(most=most), asked):
+                fits = most
+            else:
+                fails = most
+        return f"max_frames={fits}" if fits else ""
+
+    def too_long(self, limits: Limits, asked: int | None) -> InvalidRequest:
+        """CONTEXT_LENGTH_EXCEEDED with every number: `needed` is the sum of `text`, of all shares in `media`, which are
+        in the order of slots, and of `answer`."""
+        needs = self.needs()
+        answer = asked or 1
+        axis = "rows" if needs.rows > needs.positions else "positions"
+        media = [getattr(self.of_medium(slot), axis) for slot in sorted(self.media)]
+        text = self.of_text().rows
+        said = f"{text} of text" + (f", {sum(media)} of media" if media else "")
+        return context_exceeded(
+            f"the prompt needs {needs.context} positions ({said}) and the answer {answer}",
+            needed=needs.context + answer,
+            limit=limits.context,
+            text=text,
+            media=",".join(map(str, media)),
+            visual=needs.visual,
+            answer=answer,
+            fits_with=self.fits_with(limits, asked),
+        )
+
+
+def check_text(pieces: Sequence[Piece], limit: int) -> None:
+    """Raises InvalidRequest for a prompt whose text alone fills the context, before any of it is laid."""
+    text = sum(len(piece) for piece in pieces if not isinstance(piece, Slot))
+    if text >= limit:
+        raise context_exceeded(
+            f"the text has {text} tokens and the answer at least 1",
+            needed=text + 1,
+            limit=limit,
+            text=text,
+            media="",
+            fits_with="",
+        )
+
+
+def context_exceeded(what: str, *, needed: int, limit: int, **facts: Fact) -> InvalidRequest:
+    return InvalidRequest(
+        "CONTEXT_LENGTH_EXCEEDED",
+        f"{what}, the context has {limit}",
+        facts={"needed": needed, "limit": limit, **facts},
+    )

@@ -1,0 +1,32 @@
+"""What a decoder measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+
+from chiasm.rpc.metrics import Collecting, Families
+from decoder_service.servicer import DecoderServicer
+
+_REASONS = ("stop", "length", "closed")
+
+
+def collector(servicer: DecoderServicer) -> Collecting:
+    """Of one servicer. It is asked on the servicer's event loop."""
+    families = Families(servicer.name)
+
+    def collect() -> Iterator[Metric]:
+        yield from families.calls(servicer.turns, servicer.rejections)
+        yield families.gauges("kv_cache_usage_perc", "The share of a pool that is taken.", "pool", servicer.usage())
+        yield families.counter(
+            "prompt_tokens", "Text tokens of the prompts that were admitted.", servicer.prompt_tokens
+        )
+        yield families.counter(
+            "visual_tokens", "Visual tokens of the prompts that were admitted.", servicer.visual_tokens
+        )
+        yield families.counter("generation_tokens", "Tokens drawn.", servicer.generation_tokens)
+        finished = {**dict.fromkeys(_REASONS, 0), **servicer.finished}
+        yield families.counters("request_success", "Answers that ended, by reason.", "finished_reason", finished)
+
+    return Collecting(collect)

@@ -1,0 +1,29 @@
+"""How a decoder runs."""
+
+from __future__ import annotations
+
+from pydantic import ByteSize, Field
+
+from chiasm.settings import WorkerSettings
+
+
+class DecoderSettings(WorkerSettings):
+    """The decoder service: attaches the entries of the node's arena and draws answers."""
+
+    text_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="what the pool of text tokens holds; default: four contexts, within --pool-bytes",
+    )
+    visual_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="what the pool of visual tokens holds; default: four contexts, within --pool-bytes",
+    )
+    pool_bytes: ByteSize = Field(
+        default=ByteSize(2 << 30), gt=0, description="of each pool, where its tokens are not given"
+    )
+    max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
+    max_waiting: int = Field(
+        default=256, ge=1, description="timelines that may wait for room; further ones are refused"
+    )

@@ -1,0 +1,23 @@
+"""How an encoder runs."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from chiasm.settings import WorkerSettings
+
+
+class EncoderSettings(WorkerSettings):
+    """The encoder service: decodes media, encodes their units and keeps the entries in the node's arena."""
+
+    media_workers: int = Field(
+        default=2, ge=1, le=256, description="processes that open media, each one medium at a time"
+    )
+    max_patches: int = Field(default=16_384, ge=1, description="patches of one pass through the vision tower")
+    max_running: int = Field(default=64, ge=1, description="media that are decoded and encoded at a time")
+    max_waiting: int = Field(
+        default=1024, ge=1, description="media that may wait before that; further ones are refused"
+    )
+    lease_seconds: float = Field(
+        default=30.0, gt=0, le=3600, description="how long an entry stays pinned if nobody attaches it"
+    )

@@ -1,0 +1,59 @@
+"""`python -m router`: one router as a process. See `chiasm.rpc.process` for its life.
+
+It is ready while at least one model has an encoder and a decoder that fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from chiasm.cache.tenant import tenant_root
+from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
+from chiasm.rpc.process import Process, run
+from chiasm.rpc.v1 import router_pb2_grpc
+from chiasm.settings import read_secret
+from router.servicer import RouterLimits, RouterServicer
+from router.settings import RouterSettings
+from router.static_fleet import StaticFleet
+from router.uploads import UploadLimits
+
+TENANT = "local"
+"""Whose requests these are. There are no keys yet that would tell one tenant from another."""
+
+PAIR = "an encoder and a decoder that fit"
+
+
+@asynccontextmanager
+async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[None]:
+    root = tenant_root(read_secret(settings.tenants_secret_file), TENANT)
+    fleet = StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
+    limits = RouterLimits(
+        max_seconds=settings.max_seconds,
+        uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
+    )
+    servicer = RouterServicer(fleet, tenant_root=root, limits=limits)
+    process.registry.register(servicer.meter)
+    process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, servicer)
+    await process.require(PAIR, there=False)
+    await fleet.start()
+    watching = asyncio.create_task(_follow(fleet, process))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await fleet.close()
+
+
+async def _follow(fleet: StaticFleet, process: Process) -> None:
+    """Readiness follows the fleet."""
+    while True:
+        ready = any(model.ready for model in fleet.models().values())
+        await process.require(PAIR, there=ready)
+        await fleet.changed()
+
+
+if __name__ == "__main__":
+    run("router", RouterSettings, serve, message_bytes=CLIENT_MESSAGE_BYTES)

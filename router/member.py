@@ -1,0 +1,173 @@
+"""One address of a fleet: asked again and again who answers there, until it is closed.
+
+It knows answers and clocks. What a worker serves, and which workers fit together, is for the fleet to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from chiasm.errors import ChiasmError
+from chiasm.rpc.v1 import common_pb2 as pb
+from router.fleet import Worker
+
+INFO_SECONDS: Final = 5.0
+"""A worker that does not say who it is within this time is not asked anything else."""
+
+FIRST_RETRY: Final = 0.1
+"""Seconds to the second question to a worker that did not answer; each later wait is twice as long, up to a beat."""
+
+
+class Info(Protocol):
+    """What an encoder and a decoder say alike."""
+
+    @property
+    def replica(self) -> pb.Replica: ...
+    @property
+    def load(self) -> pb.Load: ...
+    @property
+    def draining(self) -> bool: ...
+
+
+C = TypeVar("C")
+I = TypeVar("I", bound=Info)  # noqa: E741 - an Info
+
+
+class Member(Generic[C, I]):
+    """Asks from its making on.
+
+    Args:
+        calls: what the worker can be asked.
+        ask: asks who it is; `timeout` in seconds. Raises ChiasmError.
+        end: closes the way to it.
+        changed: called when a worker came or went.
+        beat: seconds between two questions.
+    """
+
+    def __init__(
+        self,
+        calls: C,
+        ask: Callable[..., Awaitable[I]],
+        end: Callable[[], Awaitable[None]],
+        changed: Callable[[], None],
+        *,
+        beat: float,
+    ) -> None:
+        self._calls = calls
+        self._ask = ask
+        self._end = end
+        self._changed = changed
+        self._beat = beat
+        self._up: tuple[Worker[C], I] | None = None
+        self._doubted = asyncio.Event()
+        self._asking = asyncio.create_task(self._keep_asking())
+
+    @property
+    def up(self) -> tuple[Worker[C], I] | None:
+        """The worker and what it says of itself, if it takes requests."""
+        return self._up
+
+    def doubt(self, worker: Worker[C]) -> None:
+        """A call to it broke: it is asked at once, and is not up before it has answered."""
+        if self._up is not None and self._up[0] is worker:
+            self._set(None)
+            self._doubted.set()
+
+    async def close(self) -> None:
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
+        await self._end()
+
+    async def _keep_asking(self) -> None:
+        wait = FIRST_RETRY
+        while True:
+            self._doubted.clear()
+            try:
+                info = await self._ask(timeout=INFO_SECONDS)
+            except ChiasmError:
+                self._set(None)
+                wait = min(2 * wait, self._beat)
+            else:
+                self._set(None if info.draining else info)
+                wait = self._beat
+            try:
+                async with asyncio.timeout(wait):
+                    await self._doubted.wait()
+                    wait = FIRST_RETRY
+            except TimeoutError:
+                pass  # it is time to ask again
+
+    def _set(self, info: I | None) -> None:
+        before = self._up
+        if info is None:
+            self._up = None
+        else:
+            worker = before[0] if before is not None and before[0].replica_id == info.replica.replica_id else None
+            worker = worker or Worker(info.replica.replica_id, self._calls, reach=info.replica.arena_id)
+            worker.load = info.load.running + info.load.waiting
+            self._up = (worker, info)
+        if (before and before[0]) is not (self._up and self._up[0]):
+            self._changed()
+
+
+class Members(Generic[C, I]):
+    """The addresses that names stand for.
+
+    Args:
+        names: targets as a channel takes them.
+        make: opens a member at an address.
+    """
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], Member[C, I]]) -> None:
+        self._names = tuple(names)
+        self._make = make
+        self._members: dict[str, Member[C, I]] = {}
+
+    def up(self) -> Iterator[tuple[Worker[C], I]]:
+        """Every worker that takes requests, and what it says of itself."""
+        for member in self._members.values():
+            if member.up is not None:
+                yield member.up
+
+    def doubt(self, worker: object) -> None:
+        """As `Member.doubt`, for whichever member it is."""
+        for member in self._members.values():
+            if member.up is not None and member.up[0] is worker:
+                member.doubt(member.up[0])
+
+    async def look_up(self, find: Callable[[str], Awaitable[list[str]]]) -> None:
+        """Opens members at new addresses. One that no name stands for any more goes when it stops to answer: names are
+        often told later than workers come."""
+        wanted = {address for name in self._names for address in await find(name)}
+        for address in wanted - self._members.keys():
+            self._members[address] = self._make(address)
+        for address in self._members.keys() - wanted:
+            if self._members[address].up is None:
+                await self._members.pop(address).close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in self._members.values()))
+
+
+async def addresses(name: str) -> list[str]:
+    """The targets that a name stands for: each address of `dns:///HOST:PORT`, and any other target itself.
+
+    A name that nobody knows at the moment stands for none.
+    """
+    scheme, found, rest = name.partition(":///")
+    if not found or scheme != "dns":
+        return [name]
+    host, _, port = rest.rpartition(":")
+    loop = asyncio.get_running_loop()
+    try:
+        answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    return sorted({_target(str(answer[4][0]), str(answer[4][1])) for answer in answers})
+
+
+def _target(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

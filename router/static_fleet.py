@@ -1,0 +1,153 @@
+"""A fleet of fixed addresses and DNS names, asked again and again who they are.
+
+A worker is chosen from while it answers `Info`, is not draining, and a partner of its fingerprint and reach answers
+too. Membership changes as answers do; nobody starts or stops workers here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar, cast
+
+from blake3 import blake3
+
+from chiasm.errors import Unavailable
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Served
+from router.member import Member, Members, addresses
+from router.remote import RemoteDecoder, RemoteEncoder
+
+W = TypeVar("W")
+
+BEAT: Final = 1.0
+"""Seconds between two questions to a worker that answers."""
+
+
+class StaticFleet:
+    """`Fleet` over channels.
+
+    Args:
+        encoders, decoders: targets as a channel takes them; each address of a `dns:///HOST:PORT` is a worker of its
+            own, looked up again at every beat.
+        patience: seconds that a request waits for a worker, if none can take it.
+        beat: seconds between two questions to a worker.
+    """
+
+    def __init__(
+        self, encoders: Sequence[str], decoders: Sequence[str], *, patience: float = 30.0, beat: float = BEAT
+    ) -> None:
+        self._patience = patience
+        self._beat = beat
+        self._changes = asyncio.Condition()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._encoders = Members(encoders, self._encoder_at)
+        self._decoders = Members(decoders, self._decoder_at)
+        self._known: dict[str, Served] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to ask. Returns at once: workers may come later than their router."""
+        await self._look_up()
+        self._looking = asyncio.create_task(self._keep_looking(), name="fleet")
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._encoders.close()
+        await self._decoders.close()
+
+    def _encoder_at(self, target: str) -> Member[EncoderCalls, epb.EncoderInfoResponse]:
+        remote = RemoteEncoder(target)
+        return Member(remote, remote.info, remote.close, self._tell, beat=self._beat)
+
+    def _decoder_at(self, target: str) -> Member[DecoderCalls, dpb.DecoderInfoResponse]:
+        remote = RemoteDecoder(target)
+        return Member(remote, remote.info, remote.close, self._tell, beat=self._beat)
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    def models(self) -> Mapping[str, Served]:
+        current = self._pairs()
+        for name, served in current.items():
+            self._known[name] = served
+        return {name: current.get(name, replace(served, ready=False)) for name, served in self._known.items()}
+
+    async def decoder(self, model: Served) -> DecoderWorker:
+        def choose() -> DecoderWorker | None:
+            found = [
+                worker
+                for worker, info in self._decoders.up()
+                if _serves(info, model) and self._encoders_of(model, worker.reach)
+            ]
+            # Power of two choices: nearly as even as asking all of them, and no herd towards the emptiest.
+            return min(random.sample(found, min(2, len(found))), key=lambda worker: worker.busyness, default=None)
+
+        return await self._wait_for(choose, "NO_READY_DECODER", f"no decoder takes requests for {model.name}")
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+        def choose() -> EncoderWorker | None:
+            # Rendezvous hashing: equal media meet where their entries are made, and a lost worker moves only its own.
+            found = self._encoders_of(model, decoder.reach)
+            return max(found, key=lambda worker: blake3(hint + worker.replica_id).digest(), default=None)
+
+        return await self._wait_for(choose, "NO_READY_ENCODER", f"no encoder takes requests for {model.name}")
+
+    def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
+        self._encoders.doubt(worker)
+        self._decoders.doubt(worker)
+
+    # -- membership --------------------------------------------------------------------------------------------------
+
+    def _pairs(self) -> dict[str, Served]:
+        pairs = {}
+        for worker, info in self._decoders.up():
+            for model in info.models:
+                served = Served(model.name, model.fingerprint, model.family, model.context_limit, model.layers)
+                if self._encoders_of(served, worker.reach):
+                    pairs[model.name] = served
+        return pairs
+
+    def _encoders_of(self, model: Served, reach: bytes) -> list[EncoderWorker]:
+        return [worker for worker, info in self._encoders.up() if worker.reach == reach and _serves(info, model)]
+
+    async def changed(self) -> None:
+        """Returns when a worker has come or gone."""
+        async with self._changes:
+            await self._changes.wait()
+
+    async def _wait_for(self, choose: Callable[[], W | None], reason: str, message: str) -> W:
+        chosen = choose()
+        if chosen is not None:
+            return chosen
+        try:
+            async with asyncio.timeout(self._patience), self._changes:
+                return cast(W, await self._changes.wait_for(choose))
+        except TimeoutError:
+            raise Unavailable(reason, message, retry_after=1.0) from None
+
+    def _tell(self) -> None:
+        telling = asyncio.create_task(self._notify())
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _notify(self) -> None:
+        async with self._changes:
+            self._changes.notify_all()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat)
+            await self._look_up()
+
+    async def _look_up(self) -> None:
+        await self._encoders.look_up(addresses)
+        await self._decoders.look_up(addresses)
+
+
+def _serves(info: epb.EncoderInfoResponse | dpb.DecoderInfoResponse, model: Served) -> bool:
+    return any((m.name, m.fingerprint) == (model.name, model.fingerprint) for m in info.models)

@@ -1,0 +1,160 @@
+"""What every request with media does, whatever is asked about them: calls that end with it, one deadline, and its
+media at encoders whose entries one decoder can read.
+
+It knows no answer. What becomes of sizes and entries is for the request that stands on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+from chiasm.errors import ConnectionFailed, StatusError
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.encoding import Encoding
+from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served
+from router.media import Source
+
+SLACK: Final = 1.0
+"""Seconds that a worker's deadline lies behind the request's own, which names the stage and must be heard first."""
+
+
+class Work:
+    """One request on its way.
+
+    Args:
+        asked: the media as the client described them, by slot.
+        sources: where the bytes of each come from.
+        items: the path of each in the client's request.
+        deadline: by `time.monotonic`; None for none.
+        credit: bytes of entries each medium may have pinned before any is attached.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        model: Served,
+        asked: Sequence[pb.Media],
+        sources: Sequence[Source],
+        items: Sequence[str],
+        *,
+        tenant_root: bytes,
+        deadline: float | None,
+        credit: int,
+    ) -> None:
+        self.fleet = fleet
+        self.model = model
+        self.root = tenant_root
+        self.id = secrets.token_bytes(16)
+        self.decoder: DecoderWorker | None = None
+        self.media = [Encoding(self, slot, items[slot], source) for slot, source in enumerate(sources)]
+        self._asked = asked
+        self._deadline = deadline
+        self._credit = credit
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- time and tasks ----------------------------------------------------------------------------------------------
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds to the deadline."""
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    @property
+    def allowance(self) -> float | None:
+        """Seconds that a worker is given."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0) + SLACK
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a part of the request. What goes wrong in it ends all of it, through `failed`."""
+        task = asyncio.create_task(self._guard(work))
+        self._tasks.add(task)
+        return task
+
+    async def end(self) -> None:
+        """Cancels every call that still runs and returns when all of them have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def failed(self, error: Exception) -> None:
+        """A part of the request went wrong."""
+        raise NotImplementedError
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            await self.failed(self._with_item(error))
+
+    def _with_item(self, error: Exception) -> Exception:
+        """Names the medium at fault as the client knows it: a worker that found a sibling at fault knows its place
+        only."""
+        if isinstance(error, StatusError) and error.item is not None and error.item.startswith("media["):
+            slot = error.item.removeprefix("media[").removesuffix("]")
+            if slot.isdecimal() and int(slot) < len(self.media):
+                error.item = self.media[int(slot)].item
+        return error
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    async def reach_decoder(self) -> DecoderWorker:
+        """A decoder that can be reached now. From here on encoders are chosen for it."""
+        while True:
+            worker = await self.fleet.decoder(self.model)
+            try:
+                await worker.calls.reach()
+            except ConnectionFailed:
+                self.fleet.lost(worker)
+            else:
+                self.decoder = worker
+                return worker
+
+    async def encoder(self, encoding: Encoding) -> EncoderWorker:
+        hint = await encoding.source.hint()
+        while True:
+            assert self.decoder is not None, "encoders are chosen for a decoder"
+            worker = await self.fleet.encoder(self.model, self.decoder, hint=hint)
+            try:
+                await worker.calls.reach()
+            except ConnectionFailed:
+                self.fleet.lost(worker)
+            else:
+                return worker
+
+    def lost(self, worker: EncoderWorker) -> None:
+        self.fleet.lost(worker)
+
+    # -- media -------------------------------------------------------------------------------------------------------
+
+    def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+        return epb.EncodeOpen(
+            request_id=self.id,
+            attempt=attempt,
+            slot=encoding.slot,
+            item=encoding.item,
+            model=self.model.name,
+            fingerprint=self.model.fingerprint,
+            tenant_root=self.root,
+            media=encoding.source.header,
+            sampling=self._asked[encoding.slot].sampling,
+            initial_credit=self._credit,
+        )
+
+    def on_probed(self, encoding: Encoding) -> None:
+        if all(medium.probe is not None for medium in self.media):
+            siblings = [
+                epb.Sibling(slot=m.slot, probe=m.probe, sampling=self._asked[m.slot].sampling) for m in self.media
+            ]
+            for medium in self.media:
+                medium.siblings(epb.EncodeSiblings(siblings=siblings))
+
+    def on_sized(self, encoding: Encoding) -> None:
+        raise NotImplementedError
+
+    def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
+        raise NotImplementedError

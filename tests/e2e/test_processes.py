@@ -1,0 +1,251 @@
+"""Three processes over sockets: the same answers as one process gives, right digits at a concurrency, workers that are
+killed, clients that leave, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from chiasm import (
+    AsyncClient,
+    Client,
+    FramesVisible,
+    Generation,
+    Handle,
+    Image,
+    NotFound,
+    Started,
+    Token,
+    Unavailable,
+    Video,
+)
+from chiasm.client import Content
+from tests import digits
+from tests.e2e.test_digits import drawn
+from tests.processes import Trio, trio, until
+
+AT_ONCE = 16
+QUESTION = "Read the digits."
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    with trio(tmp_path_factory.mktemp("trio")) as made:
+        yield made
+
+
+def clip(number: int = -1) -> digits.ShippedClip:
+    return digits.shipped_clips()[number]
+
+
+async def running_requests(served: Trio, count: int) -> None:
+    """Waits until the router serves that many."""
+    await until(lambda: served.router.counted()["chiasm_num_requests_running"] == count)
+
+
+# -- the same, and right -----------------------------------------------------------------------------------------------
+
+
+async def test_answers_equal_those_of_one_process_id_by_id(served: Trio) -> None:
+    pictures = [Image(path.read_bytes()) for path, _ in digits.shipped_images()[:2]]
+    questions: list[Content] = [
+        [QUESTION, Video(clip().path)],
+        [Video(clip(0).path), "Which digit is at 1.0 seconds?"],
+        [*pictures, QUESTION],
+        [Video(clip(1).path, fps=0.5), pictures[0], QUESTION],
+        ["Say something."],
+    ]
+    async with AsyncClient.in_process("digits") as inside, AsyncClient(served.target) as outside:
+        for asked in questions:
+            here = await inside.generate("digits", asked, max_tokens=24)
+            there = await outside.generate("digits", asked, max_tokens=24)
+            assert (there.ids, there.text, there.finish_reason) == (here.ids, here.text, here.finish_reason)
+            assert there.frames == here.frames
+            assert [m.grid for m in there.usage.media] == [m.grid for m in here.usage.media]
+
+
+@pytest.mark.timeout(240)
+async def test_many_at_once_read_the_right_digits_each_its_own(served: Trio) -> None:
+    rng = np.random.default_rng(31)
+    asked: list[Content] = []
+    expected: list[list[int]] = []
+    for i in range(6 * AT_ONCE):
+        frames, shown = drawn(rng, 1 + i % 8)
+        video = i % 2 == 0
+        asked.append(
+            [Video(digits.clip(frames)), QUESTION] if video else [*(Image(digits.image(f)) for f in frames), QUESTION]
+        )
+        expected.append(shown)
+    turns = asyncio.Semaphore(AT_ONCE)
+    async with AsyncClient(served.target) as client:
+
+        async def one(content: Content) -> Generation:
+            async with turns:
+                return await client.generate("digits", content, max_tokens=24)
+
+        answers = await asyncio.gather(*(one(content) for content in asked))
+    whole = sum(answer.text.split() == list(map(str, shown)) for answer, shown in zip(answers, expected, strict=True))
+    digit = total = 0
+    for answer, shown in zip(answers, expected, strict=True):
+        said = answer.text.split()
+        digit += sum(a == str(b) for a, b in zip(said, shown, strict=False))
+        total += max(len(shown), len(said))
+    assert digit / total >= 0.95, f"{digit} of {total} digits, {whole} of {len(answers)} answers whole"
+    await served.settled()
+
+
+async def test_a_second_question_about_the_same_video_encodes_nothing(served: Trio) -> None:
+    frames, shown = drawn(np.random.default_rng(5), 4)
+    video = Video(digits.clip(frames))
+    async with AsyncClient(served.target) as client:
+        first = await client.generate("digits", [QUESTION, video])
+        again = await client.generate("digits", ["Which digit is at 0.0 seconds?", video])
+    assert first.usage.media[0].units_cached == 0 and again.usage.media[0].units_cached == len(shown)
+
+
+async def test_what_was_visible_is_told_with_the_tokens(served: Trio) -> None:
+    async with AsyncClient(served.target) as client, client.stream("digits", [Video(clip().path), QUESTION]) as stream:
+        events = [event async for event in stream]
+    assert isinstance(events[0], Started) and isinstance(events[1], FramesVisible)
+    assert events[1].count == len(clip().digits) and events[1].until == clip().seconds[-1]
+    assert {event.visible for event in events if isinstance(event, Token) and event.ids} == {len(clip().digits)}
+
+
+# -- uploads, estimates, models ----------------------------------------------------------------------------------------
+
+
+async def test_an_upload_is_sent_once_and_named_many_times(served: Trio) -> None:
+    async with AsyncClient(served.target) as client:
+        handle = await client.upload(Video(clip().path))
+        assert isinstance(handle, Handle)
+        for _ in range(2):
+            assert (await client.generate("digits", [handle, QUESTION])).text == clip().answer
+        with pytest.raises(NotFound) as caught:
+            await client.generate("digits", [Handle("0" * 32, "video"), QUESTION])
+    assert (caught.value.reason, caught.value.item) == ("MEDIA_EXPIRED", "messages[0].content[0]")
+
+
+async def test_an_estimate_says_what_the_answer_will_use_and_encodes_nothing(served: Trio) -> None:
+    frames, _ = drawn(np.random.default_rng(6), 3)
+    content: Content = [Video(digits.clip(frames)), QUESTION]
+    before = served.encoder.counted()['chiasm_encoder_units_total{model_name="digits",outcome="encoded"}']
+    async with AsyncClient(served.target) as client:
+        estimate = await client.estimate("digits", content)
+        assert served.encoder.counted()['chiasm_encoder_units_total{model_name="digits",outcome="encoded"}'] == before
+        answer = await client.generate("digits", content)
+        await served.settled()
+        (model,) = await client.list_models()
+    assert estimate.prompt_tokens == answer.usage.prompt_tokens
+    assert estimate.visual_tokens == answer.usage.visual_tokens
+    assert estimate.media[0].usage.grid == answer.usage.media[0].grid
+    assert 0 < estimate.room < model.context_limit == estimate.context_limit
+    assert model.name == "digits" and model.ready
+
+
+# -- workers that die --------------------------------------------------------------------------------------------------
+
+
+async def test_an_encoder_killed_in_the_middle_of_a_request_is_replaced_by_its_restart(served: Trio) -> None:
+    async with AsyncClient(served.target) as client:
+        served.encoder.pause()
+        asking = asyncio.create_task(client.generate("digits", [Video(clip().path), QUESTION]))
+        await running_requests(served, 1)
+        await asyncio.sleep(0.2)  # the medium is on its way to a process that does not move
+        await asyncio.to_thread(served.encoder.kill)
+        served.encoder.start()
+        answer = await asking
+    assert answer.text == clip().answer
+    await asyncio.to_thread(served.encoder.wait_for, "ready")
+    await served.settled(seconds=45)  # what the dead one had pinned is free when its leases end
+
+
+async def test_a_decoder_killed_before_its_first_token_is_replaced_by_its_restart(served: Trio) -> None:
+    async with AsyncClient(served.target) as client:
+        served.decoder.pause()
+        asking = asyncio.create_task(client.generate("digits", [Video(clip().path), QUESTION]))
+        await running_requests(served, 1)
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(served.decoder.kill)
+        served.decoder.start()
+        answer = await asking
+    assert answer.text == clip().answer
+    await asyncio.to_thread(served.decoder.wait_for, "ready")
+    await served.settled(seconds=45)
+
+
+async def test_entries_outlive_the_encoder_that_made_them(served: Trio) -> None:
+    frames, shown = drawn(np.random.default_rng(7), 5)
+    video = Video(digits.clip(frames))
+    async with AsyncClient(served.target) as client:
+        first = await client.generate("digits", [video, QUESTION])
+        await asyncio.to_thread(served.encoder.kill)
+        served.encoder.start()
+        again = await client.generate("digits", [video, QUESTION])
+    assert first.usage.media[0].units_cached == 0 and again.usage.media[0].units_cached == len(shown)
+    assert again.ids == first.ids
+    await served.settled()
+
+
+async def test_without_any_worker_a_request_is_told_to_come_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with trio(tmp_path_factory.mktemp("alone"), router=["--patience", "0.5"]) as served:
+        async with AsyncClient(served.target, max_retries=0) as client:
+            await client.generate("digits", ["Say something."], max_tokens=1)
+            await asyncio.to_thread(served.decoder.kill)
+            with pytest.raises(Unavailable) as caught:
+                await client.generate("digits", ["Say something."], max_tokens=1)
+            assert caught.value.reason == "NO_READY_DECODER" and caught.value.retryable
+            (model,) = await client.list_models()
+            assert not model.ready
+            served.decoder.start()
+            await client.wait_ready()
+            await client.generate("digits", ["Say something."], max_tokens=1)
+
+
+# -- clients that leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("events", [1, 2, 3, 5])
+async def test_a_client_that_leaves_after_some_events_frees_every_stage(served: Trio, events: int) -> None:
+    async with AsyncClient(served.target) as client:
+        async with client.stream("digits", [Video(clip().path), QUESTION]) as stream:
+            for _ in range(events):
+                await anext(stream)
+        await served.settled()
+
+
+@pytest.mark.parametrize("stopped", ["encoder", "decoder"])
+async def test_a_client_that_leaves_while_a_worker_stands_still_frees_every_stage(served: Trio, stopped: str) -> None:
+    frames, _ = drawn(np.random.default_rng(8), 3)
+    role = getattr(served, stopped)
+    async with AsyncClient(served.target) as client:
+        role.pause()
+        try:
+            asking = asyncio.create_task(client.generate("digits", [Video(digits.clip(frames)), QUESTION]))
+            await running_requests(served, 1)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await running_requests(served, 0)
+        finally:
+            role.go_on()
+        await served.settled()
+
+
+async def test_clients_that_leave_at_any_moment_free_every_stage(served: Trio) -> None:
+    rng = np.random.default_rng(9)
+    async with AsyncClient(served.target) as client:
+        for delay in rng.uniform(0, 0.4, size=24):
+            frames, _ = drawn(rng, 3)
+            asking = asyncio.create_task(client.generate("digits", [Video(digits.clip(frames)), QUESTION]))
+            await asyncio.sleep(float(delay))
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await served.settled()
+        assert (await client.generate("digits", [Video(clip().path), QUESTION])).text == clip().answer
+
+
+def test_the_synchronous_client_asks_the_same(served: Trio) -> None:
+    with Client(served.target) as client, client.stream("digits", [Video(clip().path), QUESTION]) as stream:
+        assert "".join(event.text for event in stream if isinstance(event, Token)) == clip().answer

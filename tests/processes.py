@@ -1,0 +1,208 @@
+"""The three roles as processes of their own, for tests: started, killed, started again, and always ended.
+
+Each is what its command line makes it; nothing here looks inside one. Workers listen on socket files, so no port is
+chosen here; what they count is read from their plain ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from chiasm.cache.region import Region
+from chiasm.models.finding import SHIPPED
+
+ARENA_BYTES = 32 << 20
+
+
+class Role:
+    """One process, `python -m ROLE …`, and what it logs.
+
+    Args:
+        arguments: of its command line.
+        folder: where its log is kept.
+    """
+
+    def __init__(self, role: str, arguments: Sequence[str], folder: Path) -> None:
+        self.role = role
+        self._arguments = [sys.executable, "-m", role, *arguments, "--log-format", "json", "--supervised"]
+        self._log = folder / f"{role}-{secrets.token_hex(4)}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it, or starts it again after its end."""
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._arguments,
+                stdin=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it was started"
+        return self._process.pid
+
+    def events(self) -> list[dict[str, Any]]:
+        """What it has logged, in order."""
+        lines = self._log.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def event(self, name: str) -> dict[str, Any] | None:
+        """The last event of that name."""
+        return next((event for event in reversed(self.events()) if event["event"] == name), None)
+
+    def wait_for(self, name: str, *, seconds: float = 60.0) -> dict[str, Any]:
+        """Returns when it has logged an event of that name."""
+        end = time.monotonic() + seconds
+        while (event := self.event(name)) is None:
+            assert self._process is not None and self._process.poll() is None, self._log.read_text(encoding="utf-8")
+            assert time.monotonic() < end, f"{self.role} is not {name}: {self._log.read_text(encoding='utf-8')}"
+            time.sleep(0.02)
+        return event
+
+    @property
+    def target(self) -> str:
+        """Where it listens."""
+        target = self.wait_for("listening")["target"]
+        assert isinstance(target, str)
+        return target
+
+    def counted(self) -> dict[str, float]:
+        """What it counts now, by name and labels."""
+        http = self.wait_for("listening")["http"]
+        with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = re.findall(r"^(chiasm_\w+(?:\{[^}]*\})?) (\S+)$", text, flags=re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    def kill(self) -> None:
+        """Ends it as nothing can prevent, and returns when it has ended."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(10)
+        self._process.stdin.close()
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Ends it by closing its standard input, or at last by force."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        assert process.stdin is not None
+        self._signal(signal.SIGCONT)
+        process.send_signal(signal.SIGTERM)
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+class Trio:
+    """An encoder, a decoder and a router of one model, with a region between the workers."""
+
+    def __init__(self, folder: Path, model: Path, region: Region, options: dict[str, Sequence[str]]) -> None:
+        workers, tenants = (_secret(folder / name) for name in ("workers.key", "tenants.key"))
+        common = ["--model", str(model), "--arena", str(region.path), "--workers-secret-file", str(workers)]
+        plain = ["--http", "127.0.0.1:0", "--drain-seconds", "1"]
+        sockets = {name: f"unix:{folder}/{name}.sock" for name in ("encoder", "decoder")}
+        self.encoder = Role(
+            "encoder_service",
+            [*common, *plain, "--listen", sockets["encoder"], *options.get("encoder", ())],
+            folder,
+        )
+        self.decoder = Role(
+            "decoder_service",
+            [*common, *plain, "--listen", sockets["decoder"], *options.get("decoder", ())],
+            folder,
+        )
+        self.router = Role(
+            "router",
+            ["--listen", "127.0.0.1:0", *plain, "--encoders", sockets["encoder"], "--decoders", sockets["decoder"],
+             "--tenants-secret-file", str(tenants), *options.get("router", ())],
+            folder,
+        )  # fmt: skip
+
+    @property
+    def roles(self) -> list[Role]:
+        return [self.encoder, self.decoder, self.router]
+
+    @property
+    def target(self) -> str:
+        """What a client connects to."""
+        return self.router.target
+
+    async def settled(self, *, seconds: float = 20.0) -> None:
+        """Waits until nothing is held by anybody: no call, no page, no extent, no pin."""
+        end = time.monotonic() + seconds
+        while held := await asyncio.to_thread(self.held):
+            assert time.monotonic() < end, f"still held: {held}"
+            await asyncio.sleep(0.05)
+
+    def held(self) -> dict[str, float]:
+        """Whatever is not zero of what must be when no request runs."""
+        return {
+            f"{role.role} {name}": value
+            for role in self.roles
+            for name, value in role.counted().items()
+            if value and re.search("requests_running|requests_waiting|usage_perc|in_flight|pinned_bytes", name)
+        }
+
+
+@contextmanager
+def trio(
+    folder: Path, *, model: Path = SHIPPED / "digits", arena_bytes: int = ARENA_BYTES, **options: Sequence[str]
+) -> Iterator[Trio]:
+    """Three processes that answer, ended with the block.
+
+    Args:
+        options: more flags, by role: `encoder`, `decoder`, `router`.
+    """
+    with ExitStack() as stack:
+        region = Region.create(folder / "arena", arena_bytes)
+        stack.callback(region.close)
+        made = Trio(folder, model, region, dict(options))
+        for role in made.roles:
+            stack.callback(role.end)
+            role.start()
+        for role in made.roles:
+            role.wait_for("ready")
+        yield made
+
+
+async def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
+    """Waits until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        await asyncio.sleep(0.01)
+
+
+def _secret(path: Path) -> Path:
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32), encoding="ascii")
+    return path

@@ -1,0 +1,142 @@
+"""A fleet whose workers are real and whose calls are meddled with on their way: cut off, changed, refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+
+from chiasm.errors import ConnectionFailed
+from chiasm.local import LocalService
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from chiasm.rpc.v1 import router_pb2 as rpb
+from router.coordinator import INITIAL_CREDIT, Coordinator
+from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Served, Worker
+from router.media import Inline
+from tests.asking import Answer, note
+
+
+def gone(number: int) -> None:
+    raise ConnectionFailed("no server answered")
+
+
+Meddle = Callable[[int, "epb.EncodeResponse | dpb.DecodeResponse"], bool]
+"""Told the number of the call, from 1, and a response. Changes it, ends the call by False, or raises."""
+
+
+def untouched(number: int, response: object) -> bool:
+    return True
+
+
+class MeddledEncoder:
+    """`EncoderCalls` through `meddle`."""
+
+    def __init__(self, calls: EncoderCalls, meddle: Meddle) -> None:
+        self._calls = calls
+        self._meddle = meddle
+        self.calls = 0
+        self.opened: list[epb.EncodeOpen] = []
+        self.goes: list[epb.EncodeGo] = []
+
+    async def reach(self) -> None:
+        """It is here."""
+
+    async def encode(
+        self,
+        requests: AsyncIterator[epb.EncodeRequest],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        self.calls += 1
+        number = self.calls
+        async with aclosing(self._calls.encode(self._noted(requests))) as responses:
+            async for response in responses:
+                if not self._meddle(number, response):
+                    return
+                yield response
+
+    async def _noted(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeRequest]:
+        async for request in requests:
+            if request.HasField("open"):
+                self.opened.append(request.open)
+            if request.HasField("go"):
+                self.goes.append(request.go)
+            yield request
+
+
+class MeddledDecoder:
+    """`DecoderCalls` through `meddle`."""
+
+    def __init__(self, calls: DecoderCalls, meddle: Meddle) -> None:
+        self._calls = calls
+        self._meddle = meddle
+        self.calls = 0
+
+    async def reach(self) -> None:
+        """It is here."""
+
+    async def decode(
+        self,
+        requests: AsyncIterator[dpb.DecodeRequest],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        self.calls += 1
+        number = self.calls
+        async with aclosing(self._calls.decode(requests)) as responses:
+            async for response in responses:
+                if not self._meddle(number, response):
+                    return
+                yield response
+
+
+class MeddledFleet:
+    """`Fleet` of a service's two workers, each through a meddler.
+
+    Attributes:
+        lost_workers: in the order in which they were lost.
+    """
+
+    def __init__(self, service: LocalService, *, encoder: Meddle = untouched, decoder: Meddle = untouched) -> None:
+        self.inner = service.router.fleet
+        self.served: Served = self.inner.models()[service.name]
+        self._meddle_encoder = encoder
+        self._meddle_decoder = decoder
+        self.encoders: MeddledEncoder | None = None
+        self.decoders: MeddledDecoder | None = None
+        self.lost_workers: list[object] = []
+
+    def models(self) -> Mapping[str, Served]:
+        return self.inner.models()
+
+    async def decoder(self, model: Served) -> DecoderWorker:
+        worker = await self.inner.decoder(model)
+        self.decoders = self.decoders or MeddledDecoder(worker.calls, self._meddle_decoder)
+        return Worker[DecoderCalls](worker.replica_id, self.decoders)
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+        worker = await self.inner.encoder(model, decoder, hint=hint)
+        self.encoders = self.encoders or MeddledEncoder(worker.calls, self._meddle_encoder)
+        return Worker[EncoderCalls](worker.replica_id, self.encoders)
+
+    def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
+        self.lost_workers.append(worker)
+
+
+async def answer(
+    fleet: MeddledFleet,
+    request: rpb.GenerateRequest,
+    *,
+    deadline: float | None = None,
+    credit: int = INITIAL_CREDIT,
+) -> Answer:
+    """The whole answer, whichever attempt it came from."""
+    got = Answer()
+    sources = [Inline(medium) for medium in request.media]
+    work = Coordinator(request, sources, fleet, fleet.served, tenant_root=bytes(32), deadline=deadline, credit=credit)
+    async with aclosing(work.run()) as events:
+        async for event in events:
+            if event.HasField("started"):
+                got.started = None  # another attempt begins with it too
+            note(got, event)
+    return got

@@ -1,0 +1,82 @@
+"""Calls that wait, run and are refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from chiasm.errors import Overloaded
+from chiasm.rpc.turns import Turns
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_call_waits_then_runs_then_is_gone() -> None:
+    now = 10.0
+    turns = Turns(max_waiting=2, clock=lambda: now)
+    with turns.enter() as turn:
+        now = 13.0
+        assert (turns.waiting, turns.running, turns.oldest_wait) == (1, 0, 3.0)
+        await turn.begin()
+        assert (turns.waiting, turns.running, turns.oldest_wait) == (0, 1, 0.0)
+        turn.finish()
+        assert (turns.waiting, turns.running) == (0, 0)
+    assert (turns.waiting, turns.running) == (0, 0)
+
+
+async def test_one_too_many_is_refused_and_told_when_to_come_again() -> None:
+    turns = Turns(max_waiting=2)
+    with turns.enter() as first, turns.enter():
+        with pytest.raises(Overloaded) as caught, turns.enter():
+            raise AssertionError("it was let in")
+        assert (caught.value.reason, caught.value.retry_after) == ("QUEUE_FULL", 1.0)
+        assert caught.value.facts == {"waiting": 2, "limit": 2}
+        await first.begin()
+        with turns.enter():
+            assert turns.waiting == 2, "one that runs no longer waits"
+
+
+async def test_no_more_run_than_may_and_the_first_to_come_is_the_first_to_run() -> None:
+    turns = Turns(max_waiting=8, max_running=1)
+    order: list[int] = []
+    release = [asyncio.Event() for _ in range(3)]
+
+    async def call(number: int) -> None:
+        with turns.enter() as turn:
+            await turn.begin()
+            order.append(number)
+            await release[number].wait()
+
+    calls = [asyncio.create_task(call(number)) for number in range(3)]
+    await settle()
+    assert (order, turns.running, turns.waiting) == ([0], 1, 2)
+    calls[1].cancel()  # one that waits leaves; its place in the queue goes with it
+    release[0].set()
+    await settle()
+    assert (order, turns.running, turns.waiting) == ([0, 2], 1, 0)
+    release[2].set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert (turns.running, turns.waiting) == (0, 0)
+
+
+async def test_a_call_that_is_done_and_waits_for_its_caller_keeps_nobody_else_waiting() -> None:
+    turns = Turns(max_waiting=8, max_running=1)
+    with turns.enter() as first, turns.enter() as second:
+        await first.begin()
+        first.finish()
+        async with asyncio.timeout(10):
+            await second.begin()
+        assert turns.running == 1
+
+
+async def test_a_call_that_fails_gives_its_turn_back() -> None:
+    turns = Turns(max_waiting=1, max_running=1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), turns.enter() as turn:
+            await turn.begin()
+            raise ZeroDivisionError
+    assert (turns.running, turns.waiting) == (0, 0)
