@@ -12,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Final, Protocol
 
-from chiasm.errors import Cancelled, ConnectionFailed, ServerError, Unavailable
+from chiasm.errors import Cancelled, ConnectionFailed, InvalidRequest, ServerError, Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.dispatch import Dispatch
@@ -172,6 +172,8 @@ class Encoding:
                     facts={"lost": self._losses},
                 ) from error
             return False
+        except InvalidRequest as error:
+            raise error.at(self.item) from None
         finally:
             self._calls.remove(call)
         if not call.ended:

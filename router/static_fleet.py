@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar, cast
 
@@ -100,6 +100,11 @@ class StaticFleet:
     def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
         self._encoders.doubt(worker)
         self._decoders.doubt(worker)
+
+    def workers(self) -> Iterator[EncoderWorker | DecoderWorker]:
+        """Whoever takes requests now."""
+        yield from (worker for worker, _ in self._encoders.up())
+        yield from (worker for worker, _ in self._decoders.up())
 
     # -- membership --------------------------------------------------------------------------------------------------
 

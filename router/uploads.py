@@ -206,9 +206,7 @@ class Uploads:
         return header
 
     async def _keep(self, key: tuple[bytes, str], upload: Upload) -> None:
-        self._forget()
-        if len(self._kept) >= self._limits.max_uploads:
-            raise Overloaded("UPLOADS_FULL", "too many uploads are kept", retry_after=5.0)
+        self._make_room(uploads=1)
         upload.until = float("inf")  # while it comes
         self._kept[key] = upload
         async with self._came:
@@ -238,7 +236,7 @@ class Uploads:
             if header.media.HasField("byte_length") and size > header.media.byte_length:
                 raise _length(header.media.byte_length, size)
             if keep:
-                self._make_room(len(chunk.data))
+                self._make_room(size=len(chunk.data))
             digest.update(chunk.data)
             if chunk.last:  # what was promised is checked before anybody takes it for whole
                 upload.digest = digest.digest()
@@ -247,17 +245,19 @@ class Uploads:
         if not upload.whole:
             raise _protocol("length", f"the upload ended after {upload.size} bytes without its last piece")
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, *, size: int = 0, uploads: int = 0) -> None:
         """Forgets what has waited longest, nothing that is read or still coming."""
         self._forget()
+        limits = self._limits
         idle = sorted((u.until, key) for key, u in self._kept.items() if u.whole and not u.readers)
-        while self.size + size > self._limits.total_bytes:
+        while self.size + size > limits.total_bytes or len(self._kept) + uploads > limits.max_uploads:
             if not idle:
                 raise Overloaded(
                     "UPLOADS_FULL",
-                    f"uploads take {self.size} bytes, {self._limits.total_bytes} are kept",
+                    f"{len(self._kept)} uploads of {self.size} bytes are kept, {limits.max_uploads} of "
+                    f"{limits.total_bytes} may be",
                     retry_after=5.0,
-                    facts={"bytes": self.size, "limit": self._limits.total_bytes},
+                    facts={"bytes": self.size, "limit": limits.total_bytes, "uploads": len(self._kept)},
                 )
             del self._kept[idle.pop(0)[1]]
 

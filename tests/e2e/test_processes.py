@@ -4,7 +4,6 @@ killed, clients that leave, and nothing left behind."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -29,12 +28,6 @@ from tests.processes import Trio, trio, until
 
 AT_ONCE = 16
 QUESTION = "Read the digits."
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    with trio(tmp_path_factory.mktemp("trio")) as made:
-        yield made
 
 
 def clip(number: int = -1) -> digits.ShippedClip:

@@ -1,0 +1,102 @@
+"""Estimates: what an answer would use, found without it; told also when it does not fit; and nothing left behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chiasm.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from chiasm.local import LocalService
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import router_pb2 as rpb
+from router.estimate import Estimating
+from router.media import Inline
+from tests import digits
+from tests.asking import ask, image, question, running, video
+from tests.e2e.test_requests import picture, settled
+from tests.router.scripted import Meddle, MeddledFleet, untouched
+from tests.router.test_coordinator import dies_before
+
+
+def estimate_of(request: rpb.GenerateRequest) -> rpb.EstimateRequest:
+    return rpb.EstimateRequest(model=request.model, prompt=request.prompt, media=request.media)
+
+
+async def estimated(
+    service: LocalService, request: rpb.GenerateRequest, *, encoder: Meddle = untouched
+) -> rpb.EstimateResponse:
+    fleet = MeddledFleet(service, encoder=encoder)
+    sources = [Inline(medium) for medium in request.media]
+    work = Estimating(estimate_of(request), sources, fleet, fleet.served, tenant_root=bytes(32))
+    return await work.run()
+
+
+async def test_an_estimate_is_what_the_answer_uses() -> None:
+    clip, shown = digits.shipped_clips()[-1], digits.shipped_images()[0][0]
+    request = question("Read the digits.", video(clip.path.read_bytes(), fps=0.5), image(shown.read_bytes()))
+    async with running() as service:
+        told = await service.router.estimate(estimate_of(request))
+        assert service.encoder.counts.encoded_units == 0 and service.store.stats().entries == 0
+        await settled(service)
+        answer = await ask(service, request)
+    assert answer.finished is not None
+    usage = answer.finished.usage
+    assert (told.prompt_tokens, told.visual_tokens) == (usage.prompt_tokens, usage.visual_tokens)
+    assert told.fits_with == "" and told.room > 0
+    for medium, used in zip(told.media, usage.media, strict=True):
+        used.ClearField("frames_decoded")
+        used.ClearField("units_cached")
+        assert medium.usage == used
+        assert medium.entry_bytes == used.tokens * service.encoder.bytes_per_token
+
+
+async def test_text_alone_is_estimated_too() -> None:
+    async with running() as service:
+        told = await service.router.estimate(estimate_of(question("Hello.")))
+        assert told.prompt_tokens > 0 and told.visual_tokens == 0 and not told.media
+
+
+async def test_a_prompt_that_does_not_fit_has_no_room_and_is_told_what_would() -> None:
+    frames, limit = [], 8192
+    rng = np.random.default_rng(3)
+    for cells, _ in digits.held_out_digits()[:64]:
+        frames.append(digits.frame(cells, rng))
+    text = "1 " * (limit // 2 - 200)
+    request = question(text, video(digits.clip(frames)))
+    async with running() as service:
+        told = await service.router.estimate(estimate_of(request))
+        assert told.room == 0 and told.context_limit == limit
+        name, _, most = told.fits_with.partition("=")
+        assert name == "max_frames" and 0 < int(most) < len(frames)
+        for count, fits in ((int(most), True), (int(most) + 1, False)):
+            request.media[0].sampling.max_frames = count
+            assert ((await service.router.estimate(estimate_of(request))).room > 0) is fits
+
+
+async def test_a_medium_at_fault_is_named() -> None:
+    async with running() as service:
+        with pytest.raises(InvalidRequest) as caught:
+            await service.router.estimate(estimate_of(question("?", image(picture(64, 64)), image(picture(1, 300)))))
+        assert (caught.value.reason, caught.value.item) == ("ASPECT_RATIO", "messages[0].content[2]")
+        assert caught.value.request_id
+        await settled(service)
+
+
+async def test_what_is_wrong_with_the_request_is_found_before_anything_is_asked() -> None:
+    async with running() as service:
+        request = estimate_of(question("?", pb.Media(kind=pb.MEDIA_KIND_IMAGE)))
+        with pytest.raises(InvalidRequest) as caught:
+            await service.router.estimate(request)
+        assert caught.value.reason == "FIELD_MISSING"
+        with pytest.raises(DeadlineExceeded):
+            await service.router.estimate(estimate_of(question("?")), timeout=0)
+
+
+async def test_a_lost_encoder_is_replaced_for_an_estimate_too() -> None:
+    async with running() as service:
+        request = question("?", image(picture(64, 64)))
+        whole = await estimated(service, request)
+        assert await estimated(service, request, encoder=dies_before("probed")) == whole
+        with pytest.raises(Unavailable):
+            await estimated(service, request, encoder=dies_before("sized", times=9))
+        await settled(service)

@@ -1,0 +1,200 @@
+"""A fleet of fixed addresses: workers are found, paired by fingerprint and reach, chosen from, lost and found again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chiasm.errors import ConnectionFailed, Unavailable
+from chiasm.rpc.server import Server
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.rpc.v1 import decoder_pb2_grpc, encoder_pb2_grpc
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.fleet import Served
+from router.member import addresses
+from router.static_fleet import StaticFleet
+from tests.processes import until
+
+PRINT = bytes(range(32))
+ARENA = bytes(16)
+
+
+class Encoder(encoder_pb2_grpc.EncoderServicer):
+    """Says who it is."""
+
+    def __init__(self, fingerprint: bytes = PRINT, arena: bytes = ARENA, model: str = "m") -> None:
+        self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena)
+        self.models = [epb.EncoderModel(name=model, fingerprint=fingerprint)]
+        self.draining = False
+
+    async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
+        return epb.EncoderInfoResponse(replica=self.replica, models=self.models, draining=self.draining)
+
+
+class Decoder(decoder_pb2_grpc.DecoderServicer):
+    """Says who it is, and how busy."""
+
+    def __init__(self, fingerprint: bytes = PRINT, arena: bytes = ARENA, model: str = "m", running: int = 0) -> None:
+        self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena)
+        self.models = [dpb.DecoderModel(name=model, fingerprint=fingerprint, family="f", context_limit=7, layers=3)]
+        self.load = pb.Load(running=running)
+
+    async def Info(self, request: dpb.DecoderInfoRequest, context: Any) -> dpb.DecoderInfoResponse:
+        return dpb.DecoderInfoResponse(replica=self.replica, models=self.models, load=self.load)
+
+
+@asynccontextmanager
+async def serving(worker: Encoder | Decoder, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    server = Server(address)
+    if isinstance(worker, Encoder):
+        server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, worker)
+    else:
+        server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, worker)
+    async with server:
+        yield server.target
+
+
+@asynccontextmanager
+async def fleet_of(encoders: list[str], decoders: list[str], *, patience: float = 5.0) -> AsyncIterator[StaticFleet]:
+    fleet = StaticFleet(encoders, decoders, patience=patience, beat=0.05)
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def known(fleet: StaticFleet, name: str = "m") -> Served:
+    await until(lambda: name in fleet.models() and fleet.models()[name].ready)
+    return fleet.models()[name]
+
+
+async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder() -> None:
+    encoder, decoder = Encoder(), Decoder()
+    async with serving(encoder) as e, serving(decoder) as d, fleet_of([e], [d]) as fleet:
+        model = await known(fleet)
+        assert model == Served("m", PRINT, "f", 7, 3, ready=True)
+        chosen = await fleet.decoder(model)
+        assert chosen.replica_id == decoder.replica.replica_id
+        assert (await fleet.encoder(model, chosen, hint=b"")).replica_id == encoder.replica.replica_id
+        await chosen.calls.reach()
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": bytes(32)}, {"arena": bytes([1] * 16)}, {"model": "other"}])
+async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> None:
+    async with serving(Encoder(**other)) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.3) as fleet:
+        await asyncio.sleep(0.3)
+        assert "m" not in fleet.models()
+        with pytest.raises(Unavailable) as caught:
+            await fleet.decoder(Served("m", PRINT, "f", 7, 3))
+        assert caught.value.reason == "NO_READY_DECODER" and caught.value.retryable
+
+
+async def test_entries_stay_within_reach_of_their_decoder() -> None:
+    """Two nodes, each with an arena of its own."""
+    near, far = bytes([1] * 16), bytes([2] * 16)
+    async with AsyncExitStack() as stack:
+        e = [await stack.enter_async_context(serving(Encoder(arena=arena))) for arena in (near, far)]
+        d = [await stack.enter_async_context(serving(Decoder(arena=arena))) for arena in (near, far)]
+        fleet = await stack.enter_async_context(fleet_of(e, d))
+        model = await known(fleet)
+        await until(lambda: len([*fleet.workers()]) == 4)
+        for i in range(20):
+            decoder = await fleet.decoder(model)
+            assert (await fleet.encoder(model, decoder, hint=bytes([i]))).reach == decoder.reach
+
+
+async def test_equal_media_meet_at_one_encoder_and_others_spread() -> None:
+    async with AsyncExitStack() as stack:
+        e = [await stack.enter_async_context(serving(Encoder())) for _ in range(3)]
+        d = await stack.enter_async_context(serving(Decoder()))
+        fleet = await stack.enter_async_context(fleet_of(e, [d]))
+        model = await known(fleet)
+        await until(lambda: len([*fleet.workers()]) == 4)
+        decoder = await fleet.decoder(model)
+
+        async def chosen(hint: bytes) -> bytes:
+            return (await fleet.encoder(model, decoder, hint=hint)).replica_id
+
+        hints = [bytes([i]) for i in range(60)]
+        first = [await chosen(hint) for hint in hints]
+        assert [await chosen(hint) for hint in hints] == first and len(set(first)) == 3
+
+
+async def test_of_two_decoders_the_less_busy_is_chosen() -> None:
+    busy, idle = Decoder(running=5), Decoder()
+    async with serving(Encoder()) as e, serving(busy) as b, serving(idle) as i, fleet_of([e], [b, i]) as fleet:
+        model = await known(fleet)
+        await until(lambda: len([*fleet.workers()]) == 3)
+        chosen = await fleet.decoder(model)
+        assert chosen.replica_id == idle.replica.replica_id
+        with ExitStack() as calls:
+            for _ in range(6):
+                calls.enter_context(chosen.busy())
+            assert (await fleet.decoder(model)).replica_id == busy.replica.replica_id
+        assert (await fleet.decoder(model)) is chosen
+
+
+async def test_a_worker_that_drains_gets_nothing_new() -> None:
+    encoder = Encoder()
+    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.1) as fleet:
+        model = await known(fleet)
+        decoder = await fleet.decoder(model)
+        encoder.draining = True
+        await until(lambda: not fleet.models()["m"].ready)
+        with pytest.raises(Unavailable) as caught:
+            await fleet.encoder(model, decoder, hint=b"")
+        assert caught.value.reason == "NO_READY_ENCODER"
+
+
+async def test_a_worker_that_is_back_is_another_one_and_whoever_waits_gets_it(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/e"
+    async with serving(Decoder()) as d, fleet_of([address], [d]) as fleet:
+        async with serving(Encoder(), address):
+            model = await known(fleet)
+            decoder = await fleet.decoder(model)
+            before = await fleet.encoder(model, decoder, hint=b"")
+        fleet.lost(before)
+        assert not fleet.models()["m"].ready, "a worker that was lost is not chosen before it has answered"
+        with pytest.raises(ConnectionFailed):
+            await before.calls.reach()
+        waiting = asyncio.create_task(fleet.encoder(model, decoder, hint=b""))
+        async with serving(Encoder(), address):
+            after = await waiting
+            assert after is not before and after.replica_id != before.replica_id
+            await after.calls.reach()
+
+
+async def test_a_call_that_broke_at_a_worker_that_lives_costs_it_one_question() -> None:
+    async with serving(Encoder()) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+        model = await known(fleet)
+        decoder = await fleet.decoder(model)
+        encoder = await fleet.encoder(model, decoder, hint=b"")
+        fleet.lost(encoder)
+        assert (await fleet.encoder(model, decoder, hint=b"")).replica_id == encoder.replica_id
+
+
+async def test_a_name_stands_for_every_address_it_has() -> None:
+    async with serving(Encoder()) as e, serving(Decoder()) as d:
+        names = [f"dns:///localhost:{target.rpartition(':')[2]}" for target in (e, d)]
+        assert e in await addresses(names[0])
+        async with fleet_of([names[0]], [names[1]]) as fleet:
+            await known(fleet)
+
+
+async def test_a_name_that_nobody_knows_stands_for_none_and_breaks_nothing() -> None:
+    assert await addresses("dns:///no.such.name.invalid:1") == []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+        async with fleet_of([nobody, "dns:///no.such.name.invalid:1"], [nobody], patience=0.2) as fleet:
+            await asyncio.sleep(0.2)
+            assert fleet.models() == {}
