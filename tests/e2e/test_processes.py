@@ -169,6 +169,36 @@ async def test_a_decoder_killed_before_its_first_token_is_replaced_by_its_restar
     await served.settled(seconds=45)
 
 
+async def test_encoders_killed_under_load_lose_no_answer(served: Trio) -> None:
+    rng = np.random.default_rng(41)
+    stop = asyncio.Event()
+    wrong: list[str] = []
+    answered = 0
+
+    async def ask_on(client: AsyncClient) -> None:
+        nonlocal answered
+        while not stop.is_set():
+            frames, shown = drawn(rng, 3)
+            answer = await client.generate("digits", [Video(digits.clip(frames)), QUESTION], max_tokens=12)
+            answered += 1
+            if len(answer.text.split()) != len(shown):
+                wrong.append(f"{answer.text} instead of {shown}")
+
+    async with AsyncClient(served.target) as client:
+        asking = [asyncio.create_task(ask_on(client)) for _ in range(4)]
+        for _ in range(2):
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(served.encoder.kill)
+            before = answered
+            served.encoder.start()
+            await asyncio.to_thread(served.encoder.wait_for, "ready")
+            await until(lambda before=before: answered >= before + 8)  # type: ignore[misc]
+        stop.set()
+        await asyncio.gather(*asking)
+    assert len(wrong) <= answered * 0.05, wrong
+    await served.settled(seconds=45)
+
+
 async def test_entries_outlive_the_encoder_that_made_them(served: Trio) -> None:
     frames, shown = drawn(np.random.default_rng(7), 5)
     video = Video(digits.clip(frames))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 
-from chiasm.errors import ConnectionFailed
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -15,16 +14,19 @@ from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorke
 from router.media import Inline
 from tests.asking import Answer, note
 
-
-def gone(number: int) -> None:
-    raise ConnectionFailed("no server answered")
-
-
-Meddle = Callable[[int, "epb.EncodeResponse | dpb.DecodeResponse"], bool]
-"""Told the number of the call, from 1, and a response. Changes it, ends the call by False, or raises."""
+Meddle = Callable[[int, "epb.EncodeResponse | dpb.DecodeResponse"], "bool | Awaitable[None]"]
+"""Told the number of the call, from 1, and a response. Changes it, ends the call by False, holds it up, or raises."""
 
 
 def untouched(number: int, response: object) -> bool:
+    return True
+
+
+async def _goes_on(meddle: Meddle, number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+    meddled = meddle(number, response)
+    if isinstance(meddled, bool):
+        return meddled
+    await meddled
     return True
 
 
@@ -51,7 +53,7 @@ class MeddledEncoder:
         number = self.calls
         async with aclosing(self._calls.encode(self._noted(requests))) as responses:
             async for response in responses:
-                if not self._meddle(number, response):
+                if not await _goes_on(self._meddle, number, response):
                     return
                 yield response
 
@@ -85,7 +87,7 @@ class MeddledDecoder:
         number = self.calls
         async with aclosing(self._calls.decode(requests)) as responses:
             async for response in responses:
-                if not self._meddle(number, response):
+                if not await _goes_on(self._meddle, number, response):
                     return
                 yield response
 

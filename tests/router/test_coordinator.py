@@ -83,6 +83,31 @@ async def test_a_second_encode_that_brings_nothing_fails_the_request() -> None:
         await forget(service)
 
 
+async def test_text_and_early_units_are_prefilled_while_later_units_are_still_encoded() -> None:
+    clip = digits.shipped_clips()[-1]
+    ready: list[int] = []
+    gate = asyncio.Event()
+
+    async def slowly(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> None:
+        assert isinstance(response, epb.EncodeResponse)
+        if response.HasField("ready"):
+            ready.append(response.ready.unit)
+            if len(ready) == 4:
+                await gate.wait()
+
+    async with running() as service:
+        fleet = MeddledFleet(service, encoder=slowly)
+        asking = asyncio.create_task(answer(fleet, question("Read the digits.", video(clip.path.read_bytes()))))
+        engine = service.decoder.engine
+        await until(
+            lambda: engine.extents.total - engine.extents.free == 3 * 5 and engine.pages.free < engine.pages.total
+        )
+        assert len(ready) == 4 and not asking.done()
+        gate.set()
+        assert (await asking).text == clip.answer
+        await settled(service)
+
+
 # -- encoders that are lost --------------------------------------------------------------------------------------------
 
 
