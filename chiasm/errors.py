@@ -98,8 +98,8 @@ class IdleTimeout(ChiasmError):
 class DeadlineExceeded(ChiasmError):
     """The deadline of the whole call passed.
 
-    `stage` names where the time went (`queue | fetch | decode_media | encode | prefill | decode`), or is None when only
-    the client's own clock fired.
+    `stage` names where the time went (`upload | fetch | queue | decode_media | encode | prefill | decode`), or is None
+    when only the client's own clock fired.
     """
 
     code = "DEADLINE_EXCEEDED"

@@ -252,7 +252,7 @@ class LocalService:
         except TimeoutError:
             if not clock.expired():
                 raise
-            raise DeadlineExceeded(f"the upload took longer than {timeout} s", stage="fetch") from None
+            raise DeadlineExceeded(f"the upload took longer than {timeout:g} s", stage="upload") from None
 
     async def list_models(
         self,

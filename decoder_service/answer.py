@@ -182,4 +182,13 @@ class Answer:
             decode=to_duration(now - first),
         )
         text = self._detokenizer.finish()
-        self._tell(finished=pb.Finished(reason=reason, text=text.encode("utf-8"), usage=usage, times=times))
+        self._tell(
+            finished=pb.Finished(
+                attempt=self._open.attempt,
+                reason=reason,
+                text=text.encode("utf-8"),
+                tokens=self._drawn,
+                usage=usage,
+                times=times,
+            )
+        )

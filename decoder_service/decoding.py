@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
+from typing import TypeAlias
 
 from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest
@@ -27,6 +28,10 @@ from decoder_service.sequence import Drop
 UNREAD = 64
 """Responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then waits for a
 socket, so those who run together stay together, and a slow reader holds up nobody but itself."""
+
+
+Inbox: TypeAlias = deque[dpb.DecodeRequest | Exception | None]
+"""Messages in the order in which they came, and at the end None or what broke."""
 
 
 class Decoding:
@@ -48,13 +53,18 @@ class Decoding:
         self._closed = False
         self._ended = False  # the caller's side
         self._admitted = False
+        self._changed = False  # something came that may have made a unit attachable
 
     def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        """What the caller is told, in order, ahead of it by at most `UNREAD` responses. Leaving it frees everything.
+
+        Raises InvalidRequest, Overloaded and ServerError, as the reasons of `chiasm.errors` have it.
+        """
         return ahead(self._run(requests), items=UNREAD)
 
     async def _run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
         await self._read_prompt()
-        inbox: deque[dpb.DecodeRequest | Exception | None] = deque()
+        inbox: Inbox = deque()
         arrived = asyncio.Event()
         reader = asyncio.create_task(_read(requests, inbox, arrived))
         try:
@@ -74,7 +84,8 @@ class Decoding:
                     return
                 if not self._admitted and self._all_sized():
                     yield await self._admit()
-                if self._admitted:
+                if self._admitted and self._changed:
+                    self._changed = False
                     for response in await self._entries.attach():
                         yield response
                 if not (self._admitted and await self._compute()):
@@ -82,10 +93,7 @@ class Decoding:
                         raise InvalidRequest("UPLOAD_PROTOCOL", "the caller ended before every unit was handed over")
                     await arrived.wait()  # nothing to do until something comes
         finally:
-            reader.cancel()
-            messages = [message for message in inbox if isinstance(message, dpb.DecodeRequest)]
-            unread = [message.ready.entry for message in messages if message.HasField("ready")]
-            giving_back = asyncio.create_task(self._give_back(unread))
+            giving_back = asyncio.create_task(self._give_back(reader, inbox))
             await ended(giving_back)
             giving_back.result()
 
@@ -99,11 +107,15 @@ class Decoding:
             check_text(self._prompt.pieces, model.context_limit)
             await asyncio.to_thread(self._sequence.extend, self._prompt.pieces)
 
-    async def _give_back(self, unread: Sequence[pb.Entry]) -> None:
+    async def _give_back(self, reader: asyncio.Task[None], inbox: Inbox) -> None:
+        """Frees everything the timeline holds, the pins of entries that nobody read any more too."""
+        reader.cancel()
         try:
             await self._model.release(self._sequence)
         finally:
-            await self._entries.close(unread)
+            await asyncio.wait([reader])
+            messages = [message for message in inbox if isinstance(message, dpb.DecodeRequest)]
+            await self._entries.close(message.ready.entry for message in messages if message.HasField("ready"))
 
     # -- what comes in ---------------------------------------------------------------------------------------------
 
@@ -115,6 +127,7 @@ class Decoding:
                 raise _protocol("the caller ended before the timeline was closed")
             self._ended = True
             return []
+        self._changed = True
         which = message.WhichOneof("message")
         if which == "sized":
             await self._size(message.sized)
@@ -271,12 +284,8 @@ def _protocol(message: str) -> InvalidRequest:
     return InvalidRequest("UPLOAD_PROTOCOL", message)
 
 
-async def _read(
-    requests: AsyncIterator[dpb.DecodeRequest],
-    inbox: deque[dpb.DecodeRequest | Exception | None],
-    arrived: asyncio.Event,
-) -> None:
-    """Puts what comes into the inbox: messages, and at the end None or what broke."""
+async def _read(requests: AsyncIterator[dpb.DecodeRequest], inbox: Inbox, arrived: asyncio.Event) -> None:
+    """Puts what comes into the inbox."""
     end: Exception | None = None
     try:
         async for request in requests:

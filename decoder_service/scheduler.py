@@ -2,14 +2,14 @@
 
 Continuous batching: a sequence joins the next step whenever it has rows to compute and leaves it whenever it has none.
 A step takes first the sequences that compute one row, whose callers wait for the next token, and fills the rest of its
-budget with pieces of prefills in order of arrival. It knows sequences by name and rows by number; what a step is and
-what a token is drawn from it has never seen.
+budget with pieces of prefills. It knows sequences by name and rows by number; what a step is and what a token is drawn
+from it has never seen.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -53,6 +53,7 @@ class _Ask(Generic[S, D]):
     """What one sequence waits for."""
 
     sequence: S
+    arrival: int
     rows: int
     draw: D | None
     done: asyncio.Future[int | None]
@@ -72,7 +73,8 @@ class Scheduler(Generic[S, D]):
         self.counts = StepCounts()
         self.max_rows = max_rows
         self._compute = compute
-        self._order: dict[S, None] = {}  # sequences, in order of arrival
+        self._arrivals: dict[S, int] = {}  # by sequence, counted
+        self._arrived = 0
         self._asks: dict[S, _Ask[S, D]] = {}
         self._runner: asyncio.Task[None] | None = None
         self._closed = False
@@ -95,8 +97,10 @@ class Scheduler(Generic[S, D]):
         assert rows > 0 and sequence not in self._asks, "a sequence waits for one step at a time"
         if self._closed:
             raise _ending()
-        ask = _Ask(sequence, rows, draw, asyncio.get_running_loop().create_future())
-        self._order.setdefault(sequence)
+        if sequence not in self._arrivals:
+            self._arrived += 1
+            self._arrivals[sequence] = self._arrived
+        ask = _Ask(sequence, self._arrivals[sequence], rows, draw, asyncio.get_running_loop().create_future())
         self._asks[sequence] = ask
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
@@ -108,7 +112,7 @@ class Scheduler(Generic[S, D]):
 
     def leave(self, sequence: S) -> None:
         """Forgets a sequence that will not come back."""
-        self._order.pop(sequence, None)
+        self._arrivals.pop(sequence, None)
 
     async def close(self) -> None:
         """Fails whoever waits, and waits for the step that is running."""
@@ -138,11 +142,14 @@ class Scheduler(Generic[S, D]):
                     ask.done.set_result(outcome)
 
     def _pack(self) -> list[tuple[_Ask[S, D], Share[S, D]]]:
-        """The next step: single rows first, then prefills, both in order of arrival, within the budget."""
-        waiting = [self._asks[s] for s in self._order if s in self._asks and not self._asks[s].done.done()]
+        """The next step within the budget: single rows as they were asked for, so that everybody has a turn; then
+        prefills by the arrival of their sequences, so that the first is done first."""
+        asks = [ask for ask in self._asks.values() if not ask.done.done()]
+        singles = [ask for ask in asks if ask.rows == 1]
+        prefills = sorted((ask for ask in asks if ask.rows > 1), key=lambda ask: ask.arrival)
         batch = []
         left = self.max_rows
-        for ask in _singles_first(waiting):
+        for ask in (*singles, *prefills):
             if not left:
                 break
             rows = min(ask.rows, left)
@@ -168,10 +175,6 @@ class Scheduler(Generic[S, D]):
             # Whoever has left meanwhile may hold nothing any more, and must not be given anything again.
             alone.extend([None] if ask.done.done() else await self._step([(ask, share)]))
         return alone
-
-
-def _singles_first(asks: Iterable[_Ask[S, D]]) -> list[_Ask[S, D]]:
-    return sorted(asks, key=lambda ask: ask.rows > 1)
 
 
 def _ending() -> Unavailable:

@@ -51,7 +51,7 @@ class Coordinator(Work):
         deadline: float | None = None,
         credit: int = INITIAL_CREDIT,
     ) -> None:
-        items = checked.item_paths(request.prompt)
+        items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
             fleet,
             model,

@@ -36,7 +36,7 @@ class Estimating(Work):
         tenant_root: bytes,
         deadline: float | None = None,
     ) -> None:
-        items = checked.item_paths(request.prompt)
+        items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
             fleet, model, request.media, sources, items, tenant_root=tenant_root, deadline=deadline, credit=1
         )

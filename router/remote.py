@@ -21,20 +21,13 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 REACH_SECONDS: Final = 2.0
 """A worker that does not take a connection within this time is not asked."""
 
-_RECONNECT: Final = {
-    "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.min_reconnect_backoff_ms": 100,
-    # A worker that is back is to be found within a beat, not after gRPC's two minutes.
-    "grpc.max_reconnect_backoff_ms": 1000,
-}
-
 
 class _Remote:
     """A channel to one worker."""
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._channel: grpc.aio.Channel = connect(target, options=_RECONNECT)
+        self._channel: grpc.aio.Channel = connect(target)
 
     async def reach(self) -> None:
         try:

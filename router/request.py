@@ -70,7 +70,9 @@ def check_label(label: str) -> None:
 def _check_media(prompt: pb.Prompt, media: Sequence[pb.Media]) -> None:
     """Every medium is placed once, in order, and may be opened."""
     slots = list(_check_prompt(prompt))
-    if slots != list(range(len(media))):
+    # Pads bind slots too, and which tokens are pads is the decoder's to know.
+    written = any(part.tokens.pads_bind_slots for part in prompt.plain.parts)
+    if slots != list(range(len(media))) and not written:
         raise InvalidRequest(
             "PLACEHOLDER_MISMATCH",
             f"the prompt places media {slots[:MAX_MEDIA]}, {len(media)} came with it",
@@ -82,17 +84,15 @@ def _check_media(prompt: pb.Prompt, media: Sequence[pb.Media]) -> None:
             f"{len(media)} media are asked about, {MAX_MEDIA} are allowed",
             facts={"got": len(media), "limit": MAX_MEDIA},
         )
-    for medium, item in zip(media, item_paths(prompt), strict=True):
+    for medium, item in zip(media, item_paths(prompt, len(media)), strict=True):
         _check_medium(medium, item)
 
 
-def item_paths(prompt: pb.Prompt) -> list[str]:
-    """The path of each medium in the prompt, by slot: `messages[0].content[2]`."""
-    paths = {}
-    for path, part in _parts(prompt):
-        if part.WhichOneof("content") == "slot":
-            paths[part.slot] = path
-    return [paths[slot] for slot in sorted(paths)]
+def item_paths(prompt: pb.Prompt, media: int) -> list[str]:
+    """The path of each of so many media in the prompt, by slot: `messages[0].content[2]`, or `media[0]` for one that
+    the caller's own tokens stand for."""
+    paths = {part.slot: path for path, part in _parts(prompt) if part.WhichOneof("content") == "slot"}
+    return [paths.get(slot, f"media[{slot}]") for slot in range(media)]
 
 
 def seed_of(sampling: pb.SamplingParams) -> int:

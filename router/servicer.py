@@ -82,7 +82,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             check_generate(request)
             model = self._find(request.model)
             with self.meter.request("generate") as told:
-                async with self._sources(request.media, item_paths(request.prompt)) as sources:
+                async with self._sources(request.media, item_paths(request.prompt, len(request.media))) as sources:
                     work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
                     async with aclosing(work.run()) as events:
                         async for event in events:
@@ -101,7 +101,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             check_estimate(request)
             model = self._find(request.model)
             with self.meter.request("estimate"):
-                async with self._sources(request.media, item_paths(request.prompt)) as sources:
+                async with self._sources(request.media, item_paths(request.prompt, len(request.media))) as sources:
                     work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
                     return await work.run()
 

@@ -19,8 +19,10 @@ from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
+from chiasm.cache.columns import Array
 from chiasm.cache.entry import EntryKey, Sealed
-from chiasm.cache.ledger import Extent, Ledger, Pin, Step
+from chiasm.cache.ledger import Extent, Ledger, Step
+from chiasm.cache.pins import Pin
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import HEADER_BYTES, Region
 from chiasm.cache.store import Lease, Pinned, StoreStats
@@ -28,6 +30,8 @@ from chiasm.errors import Overloaded
 
 _SMALL = 128 << 10
 """Bytes that are copied where they are asked for, in some 10 µs; more go to a thread, which costs as much."""
+
+_KEY_BYTES, _LEASE_BYTES = 32, 16
 
 _POLL = 0.0005
 """Seconds between two tries to take the lock."""
@@ -40,7 +44,8 @@ class ArenaStore:
     """`EntryStore` over a region. Its counts are those of this process, what is held is the whole node's.
 
     Args:
-        region: opened by this process, and closed by whoever opened it after the last call here has returned.
+        region: opened by this process for this store alone, and closed by whoever opened it after the last call here
+            has returned.
         clock: seconds, monotonic, the same for all processes. Leases end by it.
         patience: seconds to wait for a lock that another process holds.
         step: see `chiasm.cache.ledger.Step`.
@@ -108,6 +113,8 @@ class ArenaStore:
         return None
 
     async def release(self, key: EntryKey, lease_id: bytes) -> None:
+        if (len(key), len(lease_id)) != (_KEY_BYTES, _LEASE_BYTES):
+            return  # a broken announcement, which pinned nothing
         with suppress(_Busy):  # then it ends by itself
             async with self._locked():
                 self._ledger.unpin(key, lease_id)
@@ -178,7 +185,7 @@ class ArenaStore:
         self._ledger.touch(extent)
         return Sealed(header.tobytes(), payload.data, tag.tobytes())
 
-    def _parts(self, extent: Extent) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    def _parts(self, extent: Extent) -> list[Array]:
         """Payload, header and tag where they lie."""
         start = extent.start
         parts = []

@@ -11,9 +11,6 @@ its lowest bits, so that a place is found without a search and a place given awa
 Methods marked *locked* are called by who holds the region's lock. The others may be called at any time: what they read
 may be gone when they return, and `holds` says so.
 
-Least recently used goes first, and only what is in the way: as many of the oldest unpinned entries are thought away as
-make one gap that is wide enough, and of those only the ones in that gap are evicted. Nothing is ever moved.
-
 This module knows no file, no lock and no bytes of an entry.
 """
 
@@ -21,21 +18,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from chiasm.cache.columns import ALIGNMENT, Array, Carver, aligned
+from chiasm.cache.pins import Pin, Pins
+from chiasm.cache.room import find_room
 from chiasm.cache.store import full
-from chiasm.errors import Overloaded
-
-ALIGNMENT = 64
 
 _FREE, _WRITING, _READY = 0, 1, 2
 _BITS = 16  # of a generation that number the record
-_SERIAL, _RECORDS, _PINS = 0, 1, 2  # counters: the last serial; records and pins that were ever used
+_SERIAL, _RECORDS, _REPLACEMENTS = 0, 1, 2  # counters: the last serial; records ever used; entries ever replaced
 
-Array = npt.NDArray[Any]
 Step = Callable[[str], None]
 """Is told what is done next. For tests that stop or kill a process there."""
 
@@ -57,14 +52,7 @@ class Extent(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes charged for it."""
-        return _charged(self.payload + self.header + self.tag)
-
-
-class Pin(NamedTuple):
-    """A lease as the ledger keeps it: 16 bytes, and when it ends, in nanoseconds."""
-
-    id: bytes
-    end: int
+        return aligned(self.payload + self.header + self.tag)
 
 
 class Usage(NamedTuple):
@@ -90,7 +78,7 @@ class Ledger:
 
     def __init__(self, body: memoryview, *, step: Step = lambda name: None) -> None:
         count = min(max(body.nbytes // (16 << 10), 1 << 10), 1 << _BITS)
-        carve = _Carver(body)
+        carve = Carver(body)
         self._counters = carve(np.uint64, 8)
         self._state = carve(np.uint8, count)
         self._writer = carve(np.uint32, count)
@@ -102,9 +90,7 @@ class Ledger:
         self._tag = carve(np.uint64, count)
         self._size = carve(np.uint64, count)
         self._used = carve(np.int64, count)  # when it was last asked for
-        self._pin_id = carve(np.uint64, 2, count)
-        self._pin_generation = carve(np.uint64, count)
-        self._pin_end = carve(np.int64, count)
+        self._pins = Pins(carve, count)
         self.offset = carve.offset
         self.capacity = (body.nbytes - carve.offset) // ALIGNMENT * ALIGNMENT
         self.data = carve(np.uint8, self.capacity)
@@ -113,7 +99,13 @@ class Ledger:
 
     def find(self, key: bytes) -> Extent | None:
         """The entry under a key. If a writer died while it replaced one there may be two; the newer one counts."""
-        return max(self._entries(key), default=None)
+        while True:
+            replacements = int(self._counters[_REPLACEMENTS])
+            found = max(self._entries(key), default=None)
+            # One that is replaced just now may be missed in both its places: seen too late in the old, too early in
+            # the new.
+            if found is not None or replacements == self._counters[_REPLACEMENTS]:
+                return found
 
     def at(self, generation: int, key: bytes) -> Extent | None:
         """The entry of that generation, if it is still there and under that key."""
@@ -146,11 +138,11 @@ class Ledger:
 
         Raises Overloaded CACHE_FULL, and has evicted nothing.
         """
-        needed = _charged(payload + header + tag)
+        needed = aligned(payload + header + tag)
         room = self._room(needed, key, now) if needed <= self.capacity else None
         if room is None:
             raise full(needed, self.capacity)
-        row = None if pin is None else self._free_pin(now)
+        row = None if pin is None else self._pins.free_row(now)
         for victim in room.victims:
             self._step("evicting")
             self._state[victim] = _FREE
@@ -173,7 +165,8 @@ class Ledger:
         self._step("reserved")
         self._state[record] = _WRITING
         if pin is not None and row is not None:
-            self._set_pin(row, pin, generation)
+            self._step("pinning")
+            self._pins.set(row, pin, generation)
         return extent
 
     def publish(self, extent: Extent) -> None:
@@ -184,9 +177,10 @@ class Ledger:
         self._step("publishing")
         self._used[record] = time.monotonic_ns()
         self._state[record] = _READY
+        self._counters[_REPLACEMENTS] += np.uint64(len(predecessors))  # before the first goes: see `find`
         for old in predecessors:
             self._step("replacing")
-            self._pin_generation[self._pins_of(old)] = extent.generation
+            self._pins.hand_on(old.generation, extent.generation)
             self._state[old.record] = _FREE
 
     def abandon(self, extent: Extent) -> None:
@@ -209,40 +203,39 @@ class Ledger:
         """
         extent = self.find(key)
         if extent is not None:
-            mine = self._pins_named(pin.id)
-            mine = mine[self._pin_generation[mine] == extent.generation]
-            self._set_pin(int(mine[0]) if mine.size else self._free_pin(now), pin, extent.generation)
+            mine = [row for row, generation in self._pins.named(pin.id) if generation == extent.generation]
+            self._pins.set(mine[0] if mine else self._pins.free_row(now), pin, extent.generation)
             self.touch(extent)
         return extent
 
     def unpin(self, key: bytes, pin_id: bytes) -> None:
         """*Locked.* Ends a pin of one entry, if there is one."""
-        for row in self._pins_named(pin_id):
-            generation = int(self._pin_generation[row])
+        for row, generation in self._pins.named(pin_id):
             record = _record(generation)
             gone = self._state[record] == _FREE or self._generation[record] != generation
             if gone or np.array_equal(self._key[:, record], _words(key)):
-                self._pin_end[row] = 0
+                self._pins.end(row)
 
     def discard(self, key: bytes) -> None:
         """*Locked.* Forgets an entry, pinned or not."""
         for extent in self._entries(key):
             self._state[extent.record] = _FREE
-            self._pin_end[self._pins_of(extent)] = 0
+            self._pins.end_all(extent.generation)
 
     def flush(self, *, now: int) -> None:
         """*Locked.* Forgets every entry that is not pinned."""
-        used = self._records_used
-        self._state[:used][(self._state[:used] == _READY) & ~self._pinned(now)] = _FREE
+        state = self._state[: self._records_used]
+        state[(state == _READY) & ~self._pinned(now, state.size)] = _FREE
 
     def usage(self, *, now: int) -> Usage:
+        """What is there, to the byte while nobody else is at it."""
         used = self._records_used
-        there = self._state[:used] != _FREE
+        state = self._state[:used].copy()
         sizes = self._size[:used]
         return Usage(
-            entries=int(np.count_nonzero(self._state[:used] == _READY)),
-            bytes=int(sizes[there].sum()),
-            pinned_bytes=int(sizes[there & self._pinned(now)].sum()),
+            entries=int(np.count_nonzero(state == _READY)),
+            bytes=int(sizes[state != _FREE].sum()),
+            pinned_bytes=int(sizes[(state != _FREE) & self._pinned(now, used)].sum()),
         )
 
     def extents(self) -> list[Extent]:
@@ -261,6 +254,7 @@ class Ledger:
     def _look(self, record: int, words: Array) -> Extent | None:
         """A record as it is, if it is an entry of that key. Asked before and after, so that nothing is half of one
         entry and half of the next."""
+        self._step("looking")
         generation = int(self._generation[record])
         if not self._ready(record, generation):
             return None
@@ -282,79 +276,41 @@ class Ledger:
             return int(free[0])
         return used if used < self._state.size else None
 
-    def _free_pin(self, now: int) -> int:
-        used = int(self._counters[_PINS])
-        free = np.flatnonzero(self._pin_end[:used] <= now)
-        row = int(free[0]) if free.size else used
-        if row == self._pin_end.size:
-            raise Overloaded(
-                "CACHE_FULL",
-                f"{row} pins are kept already, there is no room for another",
-                retry_after=0.1,
-                facts={"pins": row},
-            )
-        self._counters[_PINS] = max(used, row + 1)
-        return row
-
-    def _set_pin(self, row: int, pin: Pin, generation: int) -> None:
-        self._step("pinning")
-        self._pin_end[row] = 0
-        self._pin_id[:, row] = np.frombuffer(pin.id, np.uint64)
-        self._pin_generation[row] = generation
-        self._pin_end[row] = pin.end
-
-    def _pins_named(self, pin_id: bytes) -> Array:
-        used = int(self._counters[_PINS])
-        a, b = np.frombuffer(pin_id, np.uint64)
-        return np.flatnonzero((self._pin_id[0, :used] == a) & (self._pin_id[1, :used] == b))
-
-    def _pins_of(self, extent: Extent) -> Array:
-        return np.flatnonzero(self._pin_generation[: int(self._counters[_PINS])] == extent.generation)
-
-    def _pinned(self, now: int) -> Array:
-        """(records ever used,) bool."""
-        generations = self._pin_generation[np.flatnonzero(self._pin_end[: int(self._counters[_PINS])] > now)]
+    def _pinned(self, now: int, used: int) -> Array:
+        """(used,) bool, of the first `used` records."""
+        generations = self._pins.held(now)
         records = (generations % np.uint64(1 << _BITS)).astype(np.int64)
         pinned = np.zeros(self._state.size, bool)
         pinned[records[self._generation[records] == generations]] = True
-        return pinned[: self._records_used]
+        return pinned[:used]
 
     def _room(self, needed: int, key: bytes, now: int) -> _Room | None:
         """A place for `needed` bytes and the records that are in the way there, or None."""
-        used = self._records_used
-        there = np.flatnonzero(self._state[:used] != _FREE)
+        state = self._state[: self._records_used]
+        there = np.flatnonzero(state != _FREE)
         there = there[np.argsort(self._start[there], kind="stable")]
         starts = self._start[there].astype(np.int64)
         ends = starts + self._size[there].astype(np.int64)
 
-        unpinned = (self._state[:used] == _READY) & ~self._pinned(now)
-        predecessors = np.zeros(used, bool)
+        predecessors = np.zeros(state.size, bool)
         predecessors[[extent.record for extent in self._entries(key)]] = True
-        going = np.flatnonzero(unpinned)
-        going = going[np.lexsort((self._used[going], ~predecessors[going]))]  # what is replaced goes before the oldest
-        turn = np.full(used, going.size, np.int64)  # when each would go; what stays has no turn
+        going = np.flatnonzero((state == _READY) & ~self._pinned(now, state.size))
+        age = np.where(predecessors[going], 0, self._used[going])  # what is replaced goes before the oldest
+        going = going[np.argsort(age, kind="stable")]
+        turn = np.full(state.size, going.size, np.int64)
         turn[going] = np.arange(going.size)
         turn = turn[there]
 
-        def gaps(gone: int) -> tuple[Array, Array]:
-            """Starts and widths of the room between records, were the first `gone` not there."""
-            stay = turn >= gone
-            left = np.concatenate([[0], ends[stay]])
-            right = np.concatenate([starts[stay], [self.capacity]])
-            return left, right - left
-
-        gone = _least(lambda count: bool((gaps(count)[1] >= needed).any()), going.size)
-        if gone is None:
+        start = find_room(starts, ends, turn, going=going.size, needed=needed, capacity=self.capacity)
+        if start is None:
             return None
-        left, width = gaps(gone)
-        start = int(left[np.argmax(width >= needed)])
-        in_the_way = (turn < gone) & (starts < start + needed) & (ends > start)
-        victims = [int(record) for record in there[in_the_way]]
-        if not victims and self._free_record() is None:  # room, but no record to say so
-            if not going.size:
+        victims = there[(starts < start + needed) & (ends > start)]
+        if not victims.size and self._free_record() is None:  # room, but no record to say so
+            victims = going[:1]
+            if not victims.size:
                 return None
-            victims = [int(going[0])]
-        return _Room(start, victims, evictions=int(np.count_nonzero(~predecessors[victims])))
+        evictions = int(np.count_nonzero(~predecessors[victims]))
+        return _Room(start, [int(victim) for victim in victims], evictions)
 
 
 class _Room(NamedTuple):
@@ -364,32 +320,6 @@ class _Room(NamedTuple):
     """Of the victims, those that are not replaced."""
 
 
-class _Carver:
-    """Lays arrays one behind the other over bytes."""
-
-    def __init__(self, body: memoryview) -> None:
-        self._body = body
-        self.offset = 0
-
-    def __call__(self, dtype: npt.DTypeLike, *shape: int) -> Array:
-        made = np.ndarray(shape, dtype, self._body, self.offset)
-        self.offset += _charged(made.nbytes)
-        return made
-
-
-def _least(holds: Callable[[int], bool], most: int) -> int | None:
-    """The least count of 0 to `most` for which something holds that goes on to hold for all larger ones."""
-    low, high = 0, 0
-    while not holds(high):
-        if high == most:
-            return None
-        low, high = high + 1, min(2 * high + 1, most)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return high
-
-
 def _words(key: bytes) -> Array:
     assert len(key) == 32, len(key)
     return np.frombuffer(key, np.uint64)
@@ -397,7 +327,3 @@ def _words(key: bytes) -> Array:
 
 def _record(generation: int) -> int:
     return generation % (1 << _BITS)
-
-
-def _charged(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

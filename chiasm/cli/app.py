@@ -7,6 +7,7 @@ few seconds does not wait for the rest.
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,16 @@ from chiasm.cli.probe import Service
 
 MODEL_HELP = "The folder of a checkpoint, the name of one that comes with chiasm (digits), or a hub name (owner/name)."
 TARGET = "localhost:50051"
+
+
+class DType(StrEnum):
+    """In what a model computes, as torch names it."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
 
 app = typer.Typer(
     help="Chiasm: disaggregated serving for vision-language models.",
@@ -98,7 +109,8 @@ def serve(
     ] = None,
     device: Annotated[str, typer.Option(envvar="CHIASM_DEVICE", help="cpu, cuda, cuda:1 …")] = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(envvar="CHIASM_DTYPE", help="float32, bfloat16 … Default: float32 on a CPU.")
+        DType | None,
+        typer.Option(envvar="CHIASM_DTYPE", help="Default: float32 on a CPU, else the checkpoint's own."),
     ] = None,
     arena_bytes: Annotated[
         int | None,
@@ -136,12 +148,13 @@ def serve(
             listen=listen,
             http=http,
             device=device,
-            dtype=dtype,
+            dtype=dtype.value if dtype else None,
             arena_bytes=arena_bytes,
             encoders=encoders,
             decoders=decoders,
+            insecure=insecure,
         )
-        verb.run(options, console(), insecure=insecure, json_log=json_log)
+        verb.run(options, console(), json_log=json_log)
 
 
 @app.command()

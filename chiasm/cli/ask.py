@@ -50,7 +50,7 @@ def run(target: str, question: Question, people: Console, answers: TextIO | None
             return _ask(client, model, question, media, people, answers)
     except ConnectionFailed:
         raise CommandFailed(
-            f"nobody listens on {target}", "--target", "start a model with: chiasm serve digits", code=1
+            f"no server answers at {target}", "--target", "start a model with: chiasm serve digits", code=1
         ) from None
     except StatusError as error:
         raise by_file(error, question.media) from None

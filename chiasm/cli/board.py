@@ -12,7 +12,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from chiasm.cli.child import Record, Tell
+from chiasm.cli.child import WRITTEN_PAST, Record, Tell
 from chiasm.cli.system import LISTEN
 from chiasm.cli.telling import line, ms, size
 
@@ -45,6 +45,7 @@ class Board:
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self._console = console
         self._quiet = quiet
+        self._up = False
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._tenths: dict[str, int] = {}
@@ -52,11 +53,6 @@ class Board:
     @property
     def tell(self) -> Tell:
         return self._tell
-
-    def settled(self, text: str) -> None:
-        """Everything is ready: says so."""
-        self.close()
-        self._console.print(text, style="bold")
 
     def close(self) -> None:
         """Takes the bars away. Twice is fine."""
@@ -66,23 +62,25 @@ class Board:
 
     def _tell(self, said: Record) -> None:
         event = said["event"]
-        if event == "loading":
+        if event == "loading" and {"done", "total"} <= said.keys():
             self._loading(str(said["role"]), int(said["done"]), int(said["total"]))
         elif event not in LIFE:
             self._log(said)
-        elif event == "draining" and said["role"] == FRONT and not self._quiet:
-            self.close()
+        elif event == "draining" and said["role"] == FRONT and self._up:
             wait = f"up to {said['seconds']:g} s for requests that are running"
             self._console.print(line("ending", f"{wait}; Ctrl-C again ends at once"))
         elif event != "ready" or self._quiet:
             return
         elif said["role"] == ROLE:
+            self._up = True
             self.close()
             self._console.print(ready_line(str(said["target"]), float(said["seconds"])), style="bold")
         else:
             self._console.print(line(str(said["role"]), "ready", f"after {ms(float(said['seconds']))}"), style="dim")
 
     def _loading(self, role: str, done: int, total: int) -> None:
+        if self._up:
+            return  # one that was started again: that it is ready is told
         if self._console.is_terminal:
             if self._bars is None:
                 columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
@@ -100,7 +98,9 @@ class Board:
 
     def _log(self, said: Record) -> None:
         level = str(said["level"])
-        if self._quiet and level not in _STYLES:
+        # Before all is ready, what is written past the log is a warning of a library, or why a role cannot start, which
+        # is told when it is given up.
+        if level not in _STYLES and (self._quiet or (said["logger"] == WRITTEN_PAST and not self._up)):
             return
         facts = " ".join(f"{key}={value}" for key, value in said.items() if key not in _ALWAYS)
         clock = str(said.get("timestamp", ""))[11:19]

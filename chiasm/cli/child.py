@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Self, TypeAlias
 
@@ -22,6 +22,9 @@ Record: TypeAlias = dict[str, Any]
 """One line of a log: `timestamp`, `level`, `logger`, `event`, `role`, and what else was said."""
 
 Tell: TypeAlias = Callable[[Record], None]
+
+WRITTEN_PAST = "stderr"
+"""The `logger` of lines that are no records: a library or a crash wrote them."""
 
 LINE_BYTES = 1 << 20
 """A longer line is dropped: no log has one."""
@@ -38,11 +41,22 @@ class Role:
         name: what people call it, for example `encoder-0`.
         command: program and arguments.
         environment: of the process; None for that of this one.
+        places: flags that say where it listens, `--listen` and `--http`, with their values. They follow the command.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """The whole command line."""
+        return [*self.command, *(word for place in self.places.items() for word in place)]
+
+    def at(self, places: Mapping[str, str]) -> Role:
+        """The same role where it was found listening: a port that was free once stays its port."""
+        return replace(self, places={flag: places.get(flag, value) for flag, value in self.places.items()})
 
 
 class Child:
@@ -53,16 +67,20 @@ class Child:
 
     Attributes:
         ready: set when it has said `ready`.
-        target: what a channel to it takes; None until it has said so.
+        places: where it listens, by flag; empty until it has said so. `--listen` is what a channel to it takes.
         tail: its last lines.
     """
 
     def __init__(self, role: Role, tell: Tell) -> None:
         self.role = role
         self.ready = asyncio.Event()
-        self.target: str | None = None
+        self._stopped = asyncio.Event()
+        self.places: dict[str, str] = {}
         self.tail: deque[str] = deque(maxlen=TAIL)
         self._tell = tell
+        self._gone = False
+        self._limit: asyncio.Timeout | None = None
+        self._grace = 0.0
         self._process: asyncio.subprocess.Process
         self._reading: asyncio.Task[None]
         self._alive: int
@@ -77,7 +95,7 @@ class Child:
         heard, said = os.pipe()
         try:
             child._process = await asyncio.create_subprocess_exec(
-                *role.command,
+                *role.words,
                 env=role.environment,
                 stdin=stdin,
                 stdout=said,
@@ -105,6 +123,7 @@ class Child:
         """
         code = await self._process.wait()
         self.kill()
+        self._gone = True
         await self._reading
         return code
 
@@ -115,18 +134,31 @@ class Child:
         os.close(self._alive)
 
     async def stop(self, grace: float) -> None:
-        """Asks it to end, and kills it after `grace` seconds. `wait` returns then."""
+        """Asks it to end, and kills it after `grace` seconds, to which come those that it drains. `wait` returns then.
+
+        One that has said `stopped` is done, and killed at once: what would follow is the end of its interpreter, which
+        takes seconds where large libraries are loaded.
+        """
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
+        ends = [asyncio.create_task(self._process.wait()), asyncio.create_task(self._stopped.wait())]
         try:
-            await asyncio.wait_for(self._process.wait(), grace)
+            async with asyncio.timeout(grace) as self._limit:
+                self._grace = grace
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
+            pass
+        finally:
+            self._limit = None
             self.kill()
+            for end in ends:
+                end.cancel()
 
     def kill(self) -> None:
         """Kills it and every process of its session. Nothing happens to the dead."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if not self._gone:  # its number may be somebody else's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def _read(self, heard: int) -> None:
         reader = asyncio.StreamReader(limit=LINE_BYTES)
@@ -149,11 +181,15 @@ class Child:
     def _hear(self, text: str) -> None:
         said = record_of(text)
         self.tail += [said["event"], *str(said.get("exception", "")).splitlines()]
-        if said["event"] in ("listening", "ready"):
-            self.target = said.get("target", self.target)
+        if said["event"] in ("listening", "ready") and {"target", "http"} <= said.keys():
+            self.places = {"--listen": said["target"], "--http": said["http"]}
         self._tell({**said, "role": self.role.name})
         if said["event"] == "ready":
             self.ready.set()
+        elif said["event"] == "draining" and self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + said["seconds"] + self._grace)
+        elif said["event"] == "stopped":
+            self._stopped.set()
 
 
 def record_of(text: str) -> Record:
@@ -164,7 +200,7 @@ def record_of(text: str) -> Record:
         said = None
     if isinstance(said, dict) and isinstance(said.get("event"), str):
         return said
-    return record(text, level="info", logger="stderr")
+    return record(text, level="info", logger=WRITTEN_PAST)
 
 
 def record(event: str, *, level: str, logger: str, **facts: Any) -> Record:

@@ -195,4 +195,4 @@ def _verdict(answer: str, expected: str | None) -> str:
 def _next(subject: Subject) -> str:
     if subject.held_out and subject.question == READ and subject.kind == "video":
         return f'chiasm demo --question "Which digit is at 2.0 seconds?"   ·   chiasm demo {EXAMPLE}'
-    return "chiasm demo   ·   chiasm demo --json"
+    return "chiasm serve digits   ·   chiasm doctor"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Self
 
 import typer
 
@@ -54,6 +56,9 @@ class CommandFailed(ChiasmError):
         self.exit_code = code
         self.before = tuple(before)
 
+    def _again(self) -> partial[Self]:
+        return partial(type(self), self.what, self.where, self.fix, code=self.exit_code, before=self.before)
+
 
 @contextmanager
 def told(log: Callable[[ChiasmError | OSError], None] | None = None) -> Iterator[None]:
@@ -100,7 +105,7 @@ def facts(error: ChiasmError | OSError) -> tuple[str, str, str]:
     if isinstance(error, CommandFailed):
         return error.what, error.where, error.fix
     if isinstance(error, CheckpointError):
-        fix = "--model takes digits, the folder of a checkpoint, or a hub name (owner/name)"
+        fix = "a model is digits, the folder of a checkpoint, or a hub name (owner/name)"
         return "; ".join(error.problems), error.where, fix
     if isinstance(error, StatusError):
         where = [error.item, error.reason, error.request_id and f"request {error.request_id}"]
@@ -113,6 +118,8 @@ def facts(error: ChiasmError | OSError) -> tuple[str, str, str]:
 def _fix(error: StatusError) -> str:
     if error.retry_after is not None:
         return f"try again in {error.retry_after:g} s"
+    if fits := error.facts.get("fits_with"):
+        return f"ask with --{str(fits).replace('_', '-').replace('=', ' ')}"
     if error.reason in _FIXES:
         return _FIXES[error.reason]
     if isinstance(error, InvalidRequest | NotFound | Unsupported):

@@ -59,7 +59,7 @@ async def until_ready(target: str) -> None:
 
 def _in_words(code: grpc.StatusCode, timeout: float) -> str:
     return {
-        grpc.StatusCode.UNAVAILABLE: "nobody listens there",
+        grpc.StatusCode.UNAVAILABLE: "no server answers",
         grpc.StatusCode.DEADLINE_EXCEEDED: f"no answer within {timeout:g} s",
         grpc.StatusCode.NOT_FOUND: "answers, but knows no such service: not a server of chiasm",
         grpc.StatusCode.UNIMPLEMENTED: "answers, but has no health service: not a server of chiasm",
@@ -76,7 +76,7 @@ def _ask_http(url: str, timeout: float) -> tuple[bool, str]:
         return False, f"{error.code} {error.reason}"
     except (OSError, ValueError) as error:
         late = time.monotonic() - began >= timeout
-        return False, f"no answer within {timeout:g} s" if late else f"nobody listens there ({_cause(error)})"
+        return False, f"no answer within {timeout:g} s" if late else f"no server answers ({_cause(error)})"
 
 
 def _cause(error: Exception) -> str:

@@ -28,13 +28,13 @@ NOT_SAFE = "anyone who reaches this address can use the model: neither keys nor 
 _LOGGER = "chiasm.cli.serve"
 
 
-def run(options: Options, console: Console, *, insecure: bool, json_log: bool) -> None:
+def run(options: Options, console: Console, *, json_log: bool) -> None:
     """The command. Returns after SIGINT or SIGTERM, when nothing runs any more.
 
     Raises CommandFailed, CheckpointError, OSError.
     """
     addresses = [address for address in (options.listen, options.http) if address is not None]
-    reachable = [address for address in addresses if check_listen(address, insecure=insecure)]
+    reachable = [address for address in addresses if check_listen(address, insecure=options.insecure)]
     board = Board(console)
     if not json_log:
         banner(options, console)

@@ -73,13 +73,17 @@ def choose(file: Path | None, question: str | None, model: str) -> Subject:
 
 
 def kind_of(file: Path) -> Kind:
-    """By the first bytes, never by the name. A picture that may move is a video, and so is what is no picture.
+    """By the first bytes, never by the name. A picture that may move is a video.
 
-    Raises OSError for a file that cannot be read.
+    Raises OSError for a file that cannot be read, InvalidRequest MEDIA_UNSUPPORTED for what is neither, before anything
+    is started or sent for it.
     """
     with file.open("rb") as opened:
         head = opened.read(1 << 16)
     found = sniff(head)
+    if found.group in ("audio", "other"):
+        said = "of no format that is known" if found.name == "unknown" else f"{found.name}, neither picture nor video"
+        raise InvalidRequest("MEDIA_UNSUPPORTED", f"the file is {said}", item=str(file), facts={"found": found.name})
     return "image" if found.group == "image" and not may_move(found.name, head) else "video"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -30,14 +30,14 @@ class Policy:
         first_delay, longest_delay: seconds before the next start; doubled with every death between the two.
         steady: seconds of being ready after which the delay begins anew.
         attempts: deaths of a role that was never ready, after which all is given up.
-        grace: seconds that a process has to end by itself. A role drains for 30 and has 10 for the rest.
+        grace: seconds that a process has to end by itself, beside those that it says it drains.
     """
 
     first_delay: float = 0.1
     longest_delay: float = 5.0
     steady: float = 10.0
     attempts: int = 3
-    grace: float = 45.0
+    grace: float = 15.0
 
 
 class Supervisor:
@@ -47,6 +47,10 @@ class Supervisor:
             await supervisor.ready()
             await supervisor.wait()
 
+    Attributes:
+        target: where the front listens; empty until it is ready.
+        stopping: whether what dies now stays dead.
+
     Args:
         front: ended first.
         workers: started before it, ended after it.
@@ -54,6 +58,7 @@ class Supervisor:
     """
 
     def __init__(self, front: Role, workers: Sequence[Role], tell: Tell, *, policy: Policy | None = None) -> None:
+        self.target = ""
         self.stopping = False
         self._front = front
         self._roles = [*workers, front]
@@ -62,13 +67,6 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._first_ready = {role.name: asyncio.Event() for role in self._roles}
         self._keeping: dict[str, asyncio.Task[None]] = {}
-
-    @property
-    def target(self) -> str:
-        """Where the front listens; known when it is ready."""
-        target = self._children[self._front.name].target
-        assert target is not None, "the front has not said where it listens"
-        return target
 
     def pids(self) -> dict[str, int]:
         """The processes that run now, by the names of their roles."""
@@ -116,6 +114,9 @@ class Supervisor:
         finally:
             self.kill()
             await self._end(self._roles)
+            for task in self._keeping.values():
+                if not task.cancelled():
+                    task.exception()  # the first was raised by `wait`; asyncio complains of others that nobody looks at
 
     def kill(self) -> None:
         """Kills every process at once."""
@@ -140,13 +141,14 @@ class Supervisor:
         policy, was_ready = self._policy, self._first_ready[role.name]
         delay, deaths = policy.first_delay, 0
         while True:
-            code, lived, tail = await self._run(role)
+            code, lived, child = await self._run(role)
+            role = role.at(child.places)
             if self.stopping:
                 return
             if not was_ready.is_set():
                 deaths += 1
                 if code == MISUSED or deaths >= policy.attempts:
-                    raise given_up(role, code, deaths, tail)
+                    raise given_up(role, code, deaths, child.tail)
             if lived >= policy.steady:
                 delay = policy.first_delay
             self._say("died", "warning", role, exit=code, again_in=delay)
@@ -154,8 +156,8 @@ class Supervisor:
             delay = min(2 * delay, policy.longest_delay)
             self._say("started again", "info", role)
 
-    async def _run(self, role: Role) -> tuple[int, float, list[str]]:
-        """Runs a role once. Returns its exit status, how many seconds it was ready, and its last lines."""
+    async def _run(self, role: Role) -> tuple[int, float, Child]:
+        """Runs a role once. Returns its exit status, how many seconds it was ready, and what is left of it."""
         child = await Child.start(role, self._tell)
         self._children[role.name] = child
         ready_since: list[float] = []
@@ -166,20 +168,23 @@ class Supervisor:
             child.close()
             watching.cancel()
             del self._children[role.name]
-        return code, time.monotonic() - ready_since[0] if ready_since else 0.0, list(child.tail)
+        return code, time.monotonic() - ready_since[0] if ready_since else 0.0, child
 
     async def _watch(self, child: Child, ready_since: list[float]) -> None:
         await child.ready.wait()
         ready_since.append(time.monotonic())
+        if child.role.name == self._front.name:
+            self.target = child.places["--listen"]
         self._first_ready[child.role.name].set()
 
     def _say(self, event: str, level: str, role: Role, **facts: object) -> None:
         self._tell(record(event, level=level, logger=_LOGGER, role=role.name, **facts))
 
 
-def given_up(role: Role, code: int, deaths: int, tail: Sequence[str]) -> CommandFailed:
+def given_up(role: Role, code: int, deaths: int, tail: Iterable[str]) -> CommandFailed:
     """Why a role is not started again. One that was asked for what cannot be (exit status 2) has said so itself."""
-    if code == MISUSED and (told := _told(tail)):
+    last = list(tail)
+    if code == MISUSED and (told := _told(last)):
         what, where, fix = told
         return CommandFailed(what, f"{role.name} · {where}", fix, code=MISUSED)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
@@ -187,7 +192,7 @@ def given_up(role: Role, code: int, deaths: int, tail: Sequence[str]) -> Command
     fix = "read its last lines above"
     if code == -signal.SIGKILL:
         fix = "give it more memory: the kernel kills what takes too much"
-    return CommandFailed(f"{role.name} {how}{times} before it was ready", role.name, fix, code=FAILED, before=tail)
+    return CommandFailed(f"{role.name} {how}{times} before it was ready", role.name, fix, code=FAILED, before=last)
 
 
 def _told(tail: Sequence[str]) -> tuple[str, str, str] | None:

@@ -7,13 +7,11 @@ port but the router's is open. Knows the flags of the roles, and nothing of what
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import shutil
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from chiasm.cli.failure import MISUSED, CommandFailed
 from chiasm.cli.interrupts import Interrupts
 from chiasm.cli.run_folder import RunFolder
 from chiasm.cli.supervisor import Policy, Supervisor
+from chiasm.settings import is_private
 
 LISTEN = "127.0.0.1:50051"
 
@@ -43,6 +42,7 @@ class Options:
         http: `HOST:PORT` of the router's `/metrics`, `/healthz` and `/readyz`; None for none.
         device, dtype: where the workers compute, and in what; None is for each device its usual.
         arena_bytes: None for a share of what is free.
+        insecure: lets the router listen where other machines reach it.
         parent: a folder in memory, in which that of the run is made.
     """
 
@@ -55,15 +55,18 @@ class Options:
     arena_bytes: int | None = None
     encoders: int = 1
     decoders: int = 1
+    insecure: bool = False
     parent: Path = run_folder.IN
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Attributes:
-    target: what a channel to the router takes.
-    supervisor: keeps the processes until the context is left.
-    seconds: from the beginning until it was ready.
+    """A system that answers.
+
+    Attributes:
+        target: what a channel to the router takes.
+        supervisor: keeps the processes until the context is left.
+        seconds: from the beginning until it was ready.
     """
 
     target: str
@@ -120,13 +123,12 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
             {
                 "--model": str(options.folder),
                 "--name": options.name,
-                "--listen": folder.socket(name),
                 "--arena": str(folder.arena),
                 "--workers-secret-file": str(folder.workers_secret),
-                "--http": "none",
                 "--device": options.device,
                 **dtype,
             },
+            {"--listen": folder.socket(name), "--http": "none"},
             environment,
         )
         for kind in kinds
@@ -136,21 +138,28 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
         "router",
         "router",
         {
-            "--listen": options.listen,
             "--encoders": ",".join(map(folder.socket, names["encoder"])),
             "--decoders": ",".join(map(folder.socket, names["decoder"])),
             "--tenants-secret-file": str(folder.tenants_secret),
-            "--http": options.http or "none",
         },
+        {"--listen": options.listen, "--http": options.http or "none"},
         environment,
+        ["--insecure"] if options.insecure else [],
     )
     return front, workers
 
 
-def _role(name: str, module: str, flags: Mapping[str, str], environment: Mapping[str, str]) -> Role:
+def _role(
+    name: str,
+    module: str,
+    flags: Mapping[str, str],
+    places: Mapping[str, str],
+    environment: Mapping[str, str],
+    switches: Sequence[str] = (),
+) -> Role:
     # -P: a folder named like a module, where the command happens to be run, is not the module.
     command = [sys.executable, "-P", "-m", module, *(word for flag in flags.items() for word in flag)]
-    return Role(name, [*command, "--log-format", "json", "--supervised"], environment)
+    return Role(name, [*command, *switches, "--log-format", "json", "--supervised"], environment, places)
 
 
 def threads(environment: Mapping[str, str], workers: int) -> dict[str, str]:
@@ -190,7 +199,7 @@ def check_listen(listen: str, *, insecure: bool) -> bool:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         fix = f"write HOST:PORT, for example {LISTEN}, or unix:PATH"
         raise CommandFailed(f"{listen} is not an address", "--listen or --http", fix, code=MISUSED)
-    if is_loopback(host.strip("[]")):
+    if is_private(listen):
         return False
     if not insecure:
         raise CommandFailed(
@@ -200,12 +209,3 @@ def check_listen(listen: str, *, insecure: bool) -> bool:
             code=MISUSED,
         )
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine and nothing else, by every address that its name has."""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)

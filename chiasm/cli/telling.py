@@ -73,7 +73,8 @@ class Teller:
         if isinstance(event, Started):
             self._frames = event.frames
         elif isinstance(event, FramesVisible):
-            self.end_line()
+            if self._answers is None or self._answers.isatty():
+                self.end_line()
             seen = self._frames[event.first : event.first + event.count]
             said = f"{listed(seen)} visible from token {event.index} on"
             self._console.print(line("frames", said, f"after {ms(after)}"), style="dim")

@@ -142,6 +142,9 @@ async def sending(
 
     What goes wrong with one of them ends the block, and is raised in place of what it did to the request.
     """
+    if not uploads:
+        yield
+        return
     tasks: list[asyncio.Task[UploadResponse]] = []
     try:
         async with asyncio.TaskGroup() as group:
@@ -149,7 +152,7 @@ async def sending(
             try:
                 yield
             except StatusError as error:
-                if tasks and error.reason == "UPLOAD_PROTOCOL":
+                if error.reason == "UPLOAD_PROTOCOL":
                     # The request heard of a broken upload before its sender does.
                     await asyncio.wait(tasks, timeout=GRACE, return_when=asyncio.FIRST_EXCEPTION)
                 raise
@@ -157,8 +160,9 @@ async def sending(
                 for task in tasks:
                     task.cancel()
     except BaseExceptionGroup as several:
-        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
-        raise next((error for error in failed if error is not None), several.exceptions[0]) from None
+        failed = [task.exception() for task in tasks if not task.cancelled()]
+        cause = next((fault for fault in failed if fault is not None), several.exceptions[0])
+        raise cause from cause.__cause__
 
 
 async def send(

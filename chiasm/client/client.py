@@ -147,7 +147,7 @@ class Client:
             max_tokens=max_tokens,
             inline=self._client.inline,
         )
-        return GenerationStream(self._client.send(lambda: outgoing, label, timeout), self._loop)
+        return GenerationStream(self._client.send(lambda: outgoing, label, timeout), self._loop, self._life)
 
     @known_keywords(IN_SAMPLING)
     def generate(

@@ -34,9 +34,6 @@ CONNECT_TIMEOUT = 5.0
 MAX_RETRIES = 2
 """How often a call is sent again that a server which cannot take it now has not begun to answer."""
 
-FIRST_RECONNECT_MS = 200
-"""A connection that failed is tried again after this time. gRPC's own value, a second, is longer than all retries."""
-
 ApiKey: TypeAlias = str | Callable[[], str] | Callable[[], Awaitable[str]]
 """A key, or what makes one for each call: a function, in a thread of its own, or a coroutine function."""
 
@@ -157,7 +154,7 @@ def remote(
     local = _LOOPBACK.fullmatch(target) is not None
     if secret and certificates is None and not local:
         warnings.warn(f"the API key is sent to {target} in plain text; give tls=True", stacklevel=_callers_level())
-    options: dict[str, int | str] = {"grpc.initial_reconnect_backoff_ms": FIRST_RECONNECT_MS}
+    options: dict[str, int | str] = {}
     if local:
         options["grpc.enable_http_proxy"] = 0  # a proxy of the environment would look for the server on itself
     options.update(channel_options or {})

@@ -26,21 +26,29 @@ def known_keywords(elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[C], C]:
 
     def decorate(subject: C) -> C:
         function = subject.__init__ if isinstance(subject, type) else subject  # type: ignore[misc]
-        name = subject.__name__
+        name = subject.__qualname__.removesuffix(".__init__")
         parameters = inspect.signature(function).parameters.values()
         known = [parameter.name for parameter in parameters if parameter.name not in ("self", "cls")]
 
-        @wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
+        def check(options: Mapping[str, Any]) -> None:
             for option in options:
                 if option not in known:
                     raise _unknown(name, option, known, elsewhere)
+
+        @wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            check(options)
             return function(*args, **options)
+
+        @wraps(function)
+        async def awaited(*args: Any, **options: Any) -> Any:
+            check(options)
+            return await function(*args, **options)
 
         if isinstance(subject, type):
             subject.__init__ = checked  # type: ignore[misc]
             return subject
-        return checked  # type: ignore[return-value]
+        return awaited if inspect.iscoroutinefunction(function) else checked  # type: ignore[return-value]
 
     return decorate
 

@@ -1,7 +1,7 @@
 """An answer as it comes: an iterator of events that is also a context manager. Leaving it early cancels the request.
 
-The asynchronous stream does the work; the synchronous one drives it on the client's loop. Both gather text, ids and
-usage on the way, so that the whole answer is at hand when the stream has ended.
+The asynchronous stream does the work; the synchronous one drives it on the client's loop. Both gather the answer on the
+way, so that all of it is at hand when the stream has ended.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
+from chiasm.client.answer import Answer
 from chiasm.client.call import Beside, Call
 from chiasm.client.convert import Outgoing
 from chiasm.client.events import (
     Event,
-    Finished,
     FinishReason,
     Generation,
     StageTimes,
-    Started,
     TimelineFrame,
-    Token,
     Usage,
 )
 from chiasm.client.loop import LoopThread
@@ -31,45 +29,6 @@ from chiasm.client.reading import Reader
 from chiasm.client.transport import Transport
 from chiasm.errors import Cancelled, ChiasmError, Unavailable
 from chiasm.rpc.v1.router_pb2 import GenerateRequest
-
-
-class Answer:
-    """What has come so far. All of it is there when the stream has ended.
-
-    Attributes:
-        text, ids: of the tokens so far.
-        frames: every frame of the timeline, from the `Started` event on.
-        finish_reason, usage, times: None until the answer is finished.
-        request_id: names the request in errors and in the server's logs.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.ids: tuple[int, ...] = ()
-        self.frames: tuple[TimelineFrame, ...] = ()
-        self.finish_reason: FinishReason | None = None
-        self.usage: Usage | None = None
-        self.times: StageTimes | None = None
-        self._pieces: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    def add(self, event: Event) -> None:
-        if isinstance(event, Token):
-            self._pieces.append(event.text)
-            self.ids += event.ids
-        elif isinstance(event, Started):
-            self.frames = event.frames
-        elif isinstance(event, Finished):
-            self.finish_reason, self.usage, self.times = event.reason, event.usage, event.times
-
-    def whole(self) -> Generation:
-        """The answer as one value. Raises RuntimeError before its end."""
-        if self.finish_reason is None or self.usage is None or self.times is None:
-            raise RuntimeError("the answer is not finished")
-        return Generation(self.text, self.ids, self.finish_reason, self.usage, self.times, self.frames, self.request_id)
 
 
 class AsyncGenerationStream:
@@ -238,9 +197,10 @@ class GenerationStream:
     As AsyncGenerationStream, in any thread. Ctrl-C in the middle of an event cancels the request as well.
     """
 
-    def __init__(self, stream: AsyncGenerationStream, loop: LoopThread) -> None:
+    def __init__(self, stream: AsyncGenerationStream, loop: LoopThread, client: object = None) -> None:
         self._stream = stream
         self._loop = loop
+        self._client = client  # lives as long as the stream: a client that is dropped ends its streams
 
     @property
     def text(self) -> str:

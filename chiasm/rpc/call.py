@@ -1,16 +1,19 @@
 """Calls of gRPC as the rest of this library writes them: responses as a generator, errors as classes, nothing left.
 
 What is called is the caller's business, and so are deadlines: the stub's method takes both. Requests of a stream are
-better given here than to the stub. gRPC's own task that reads them outlives a call that the server ends, and turns
-what goes wrong in them into a cancellation without a cause.
+given here and not to the stub. gRPC's own task that reads them outlives a call that the server ends, turns what goes
+wrong in them into a cancellation without a cause, and puts INTERNAL in the place of a refusal that comes while requests
+are still being sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
 
 from chiasm.errors import Cancelled
@@ -18,8 +21,6 @@ from chiasm.rpc.status import from_rpc_error
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-
-_Writable: TypeAlias = grpc.aio.StreamStreamCall[Q, Any] | grpc.aio.StreamUnaryCall[Q, Any]
 
 
 async def streamed(
@@ -37,6 +38,7 @@ async def streamed(
     Raises the class of `chiasm.errors` that the status tells about (`from_rpc_error`), Cancelled when somebody else
     cancelled the call or closed its channel, and whatever `requests` raises, as it is.
     """
+    ended = _Ended(call)
     writer = _start(call, requests)
     came = False
     try:
@@ -44,7 +46,7 @@ async def streamed(
             came = True
             yield response
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, answered=came) from error
+        raise from_rpc_error(ended.told(error), answered=came) from error
     except asyncio.CancelledError:
         if _cancelling():
             raise
@@ -60,11 +62,12 @@ async def answered(
 
     Cancelling the task that waits cancels the call. Arguments and errors are those of `streamed`.
     """
+    ended = _Ended(call)
     writer = _start(call, requests)
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+        raise from_rpc_error(ended.told(error)) from error
     except asyncio.CancelledError:
         if _cancelling():
             raise
@@ -73,19 +76,51 @@ async def answered(
         await _end(call, writer)
 
 
+class _Ended:
+    """The status that a server ended a call with.
+
+    gRPC puts one of its own (INTERNAL) in its place when a message was being written at that moment, as one mostly is
+    when a server refuses requests before their end. This one is read when it comes, before anything else runs.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._error: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._note)
+
+    def told(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """What was raised, or what the server had said before gRPC wrote over it."""
+        own = error.code() == grpc.StatusCode.INTERNAL and not error.trailing_metadata()
+        return self._error if own and self._error is not None else error
+
+    def _note(self, call: Any) -> None:
+        code = _settled(call.code())
+        if code is not None and code != grpc.StatusCode.OK:
+            parts = call.initial_metadata(), call.trailing_metadata(), call.details()
+            self._error = grpc.aio.AioRpcError(code, *map(_settled, parts))
+
+
+def _settled(answer: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that has nothing to wait for, as those about a call that has ended; None for another."""
+    try:
+        answer.send(None)
+    except StopIteration as end:
+        return end.value
+    answer.close()
+    return None
+
+
 def _start(call: Any, requests: AsyncIterable[Q] | None) -> asyncio.Task[None] | None:
     return None if requests is None else asyncio.create_task(_write(call, requests))
 
 
-async def _write(call: _Writable[Q], requests: AsyncIterable[Q]) -> None:
+async def _write(call: Any, requests: AsyncIterable[Q]) -> None:
     iterator = aiter(requests)
     try:
         async for request in iterator:
-            try:
-                await call.write(request)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the call has ended; who reads it is told how
-        await call.done_writing()
+            if not await _sent(call, request):
+                return
+        with suppress(grpc.aio.InternalError):
+            await call.done_writing()
     except BaseException:
         call.cancel()  # requests that broke off must not look like requests that ended
         raise
@@ -93,6 +128,25 @@ async def _write(call: _Writable[Q], requests: AsyncIterable[Q]) -> None:
         close = getattr(iterator, "aclose", None)
         if close is not None:
             await close()
+
+
+async def _sent(call: Any, request: Any) -> bool:
+    """Sends one request, and says whether it could. If not the call has ended, and who reads it is told how.
+
+    As `call.write`, which however overwrites the status that the server ended the call with (grpc 1.85).
+    """
+    core = getattr(call, "_cython_call", None)
+    try:
+        if core is None:  # a call with interceptors
+            await call.write(request)
+            return True
+        await call.wait_for_connection()
+        if not call.done():
+            await core.send_serialized_message(call._request_serializer(request))
+            return True
+    except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+        pass
+    return False
 
 
 def _cancelling() -> bool:

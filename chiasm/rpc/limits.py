@@ -41,6 +41,13 @@ MIN_PING_INTERVAL_MS: Final = 10_000
 """A server takes pings this often. It must lie below KEEPALIVE_MS: a decoder can be silent for long, and three pings
 that the server finds too early end every call of the connection."""
 
+RECONNECT_MS: Final = 100
+"""After which a connection that failed is tried again at first; then ever more rarely."""
+
+MAX_RECONNECT_MS: Final = 2_000
+"""And at least this often. gRPC's own bound of two minutes would keep a worker that came back out of work for as long;
+channels of one process to one address share that wait."""
+
 MAX_ATTEMPTS: Final = 5
 """Attempts that gRPC makes at most, whatever a policy says (gRFC A6)."""
 
@@ -84,6 +91,8 @@ def channel_options(message_bytes: int, *, user_agent: str, max_retries: int = 0
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
         ("grpc.primary_user_agent", user_agent),
         ("grpc.enable_retries", int(max_retries > 0)),
         ("grpc.service_config", json.dumps(service_config(max_retries))),

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from blake3 import blake3
+
 from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.ledger import Ledger
 from chiasm.cache.region import HEADER_BYTES, Region
@@ -23,7 +25,7 @@ def small_region(path: Path, capacity: int) -> Region:
 
 
 def key(name: str) -> EntryKey:
-    return name.encode().ljust(32, b".")
+    return blake3(name.encode()).digest()
 
 
 def entry(size: int, fill: int = 0) -> Sealed:

@@ -1,10 +1,11 @@
 """A process that other processes are forked from, for tests that stop or kill one in the middle of a put.
 
-    python -m tests.cache.forking ARENA
+    python -m tests.cache.forking
 
-A line `STEP SIGNAL NAME SIZE` on standard input forks a process which opens the arena, puts an entry under that name,
-pinned, and is sent the signal at that step. The answer is `PID SIGNAL`: what it died of or was stopped by, or 0 if the
-put came to its end. Forked, because importing what an entry needs takes seconds, and each has an opening of its own.
+A line `STEP SIGNAL NAME SIZE ARENA` on standard input forks a process which opens the arena, puts an entry under that
+name, pinned, and is sent the signal at that step. The answer is `PID SIGNAL`: what it died of or was stopped by, or 0
+if the put came to its end. Forked, because importing what an entry needs takes seconds, and each has an opening of its
+own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ def _put(path: str, step: str, number: int, name: str, size: int) -> None:
     asyncio.run(store.put(entry(size, 99), key(name), lease=Lease.of(3600)))
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
-    path = sys.argv[1]
-    print("there", flush=True)  # noqa: T201 - it is spoken to by lines
+    _say("there")
     for line in sys.stdin:
-        step, number, name, size = line.split()
+        step, number, name, size, path = line.split()
         child = os.fork()
         if not child:
             _put(path, step, int(number), name, int(size))
@@ -39,7 +44,7 @@ def main() -> None:
             told = signal.SIGSTOP.value
         else:
             told = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        print(child, told, flush=True)  # noqa: T201
+        _say(f"{child} {told}")
     while True:  # a stopped one was killed by the test
         try:
             os.wait()

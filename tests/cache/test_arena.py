@@ -49,9 +49,9 @@ def region(path: Path) -> Iterator[Region]:
 class Forking:
     """Kills and stops processes in the middle of a put (`tests.cache.forking`)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cache.forking", str(path)],
+            [sys.executable, "-m", "tests.cache.forking"],
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -59,10 +59,10 @@ class Forking:
         )
         self._said()
 
-    def put(self, step: str, number: int, *, name: str, size: int) -> int:
+    def put(self, region: Region, step: str, number: int, *, name: str, size: int) -> int:
         """The id of the process that was killed or stopped at a step."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{step} {number} {name} {size}\n")
+        self._process.stdin.write(f"{step} {number} {name} {size} {region.path}\n")
         self._process.stdin.flush()
         pid, told = self._said().split()
         assert int(told) == number, f"it never came to {step}"
@@ -76,9 +76,9 @@ class Forking:
         return self._process.stdout.readline()
 
 
-@pytest.fixture
-def forking(path: Path, region: Region) -> Iterator[Forking]:
-    forking = Forking(path)
+@pytest.fixture(scope="module")
+def forking() -> Iterator[Forking]:
+    forking = Forking()
     yield forking
     forking.end()
 
@@ -105,7 +105,7 @@ async def test_a_writer_killed_anywhere_loses_nothing_announced_and_leaks_nothin
         places = {
             name: await store.put(sealed, key(name), lease=leases.get(name)) for name, sealed in announced.items()
         }
-        forking.put(step, signal.SIGKILL, name="e", size=200 * KIB)
+        forking.put(region, step, signal.SIGKILL, name="e", size=200 * KIB)
 
         for name in "abcd":
             assert same(await store.get(key(name), places[name]), announced[name]), (step, name)
@@ -127,7 +127,7 @@ async def test_a_writer_killed_anywhere_loses_nothing_announced_and_leaks_nothin
 async def test_what_one_left_half_written_is_taken_back_by_the_next_who_gets_its_slot(
     region: Region, forking: Forking
 ) -> None:
-    forking.put("copying", signal.SIGKILL, name="a", size=300 * KIB)
+    forking.put(region, "copying", signal.SIGKILL, name="a", size=300 * KIB)
     mine = ArenaStore(region)
     assert mine.stats().bytes == 300 * KIB and mine.stats().entries == 0
     next_one = Region.open(region.path)
@@ -139,7 +139,7 @@ async def test_what_one_left_half_written_is_taken_back_by_the_next_who_gets_its
 
 async def test_a_stopped_writer_keeps_what_it_is_writing_and_nothing_else(region: Region, forking: Forking) -> None:
     store = ArenaStore(region)
-    pid = forking.put("copying", signal.SIGSTOP, name="a", size=300 * KIB)
+    pid = forking.put(region, "copying", signal.SIGSTOP, name="a", size=300 * KIB)
     await store.put(entry(500 * KIB), key("b"))
     with pytest.raises(Overloaded) as caught:
         await store.put(entry(600 * KIB), key("c"))
@@ -164,7 +164,7 @@ async def test_who_stops_with_the_lock_hangs_nobody(region: Region, forking: For
     lease = Lease.of(3600)
     put = entry(100 * KIB, 1)
     place = await store.put(put, key("a"), lease=lease)
-    pid = forking.put("reserving", signal.SIGSTOP, name="b", size=100 * KIB)
+    pid = forking.put(region, "reserving", signal.SIGSTOP, name="b", size=100 * KIB)
     with pytest.raises(Overloaded) as caught:
         await store.put(put, key("c"))
     assert caught.value.reason == "CACHE_BUSY" and caught.value.retryable

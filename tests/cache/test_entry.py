@@ -23,10 +23,10 @@ from chiasm.cache.entry import (
     open_entry,
     seal,
     tag_secret,
-    tenant_root,
     unit_key,
 )
 from chiasm.cache.form import Form
+from chiasm.cache.tenant import tenant_root
 from chiasm.errors import ServerError
 
 steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

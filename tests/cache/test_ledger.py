@@ -11,7 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from chiasm.cache.ledger import ALIGNMENT, Extent, Ledger, Pin
+from chiasm.cache.columns import ALIGNMENT
+from chiasm.cache.ledger import Extent, Ledger
+from chiasm.cache.pins import Pin
 from chiasm.errors import Overloaded
 from tests.cache.arenas import key
 
@@ -190,7 +192,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
 
 def test_the_ledger_agrees_with_a_plain_model_of_it() -> None:
-    run_state_machine_as_test(LedgerAgainstModel, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(LedgerAgainstModel, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 def put(ledger: Ledger, name: str, size: int, *, now: int = 0, pin: Pin | None = None) -> Extent:
@@ -267,3 +269,23 @@ def test_of_two_under_one_key_the_newer_counts_and_both_go_together() -> None:
     assert ledger.find(key("a")) == extent
     third = put(ledger, "a", 64)
     assert ledger.extents() == [third]
+
+
+def test_an_entry_that_is_replaced_while_it_is_looked_for_is_found() -> None:
+    """The look begins before the new one is readable and comes to the old one when it is gone."""
+    looks = 0
+
+    def told(step: str) -> None:
+        nonlocal looks
+        looks += step == "looking"
+        if looks == 2 and writer.find(key("a")) != successor:
+            writer.publish(successor)
+
+    body = memoryview(bytearray(1 << 20))
+    writer, reader = Ledger(body), Ledger(body, step=told)
+    put(writer, "first in the table", 64)
+    put(writer, "a", 64)
+    writer.discard(key("first in the table"))
+    successor = writer.reserve(key("a"), 64, 0, 0, writer=0, now=0)
+    assert reader.find(key("a")) == successor
+    assert looks == 4, "the new one too early, the old one too late, and both once more"

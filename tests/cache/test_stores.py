@@ -173,6 +173,8 @@ async def test_a_release_too_many_is_nothing(store: EntryStore) -> None:
     for _ in range(3):
         await store.release(key("a"), mine.id)
     await store.release(key("b"), other.id)
+    await store.release(b"no key", other.id)
+    await store.release(key("a"), b"")
     assert store.stats().pinned_bytes == 100 * KIB
     for _ in range(2):
         await store.release(key("a"), other.id)
@@ -212,8 +214,8 @@ async def test_an_entry_put_again_replaces_the_old_and_keeps_its_pins(store: Ent
 
 
 async def test_what_is_replaced_makes_room_before_anything_else_does(store: EntryStore) -> None:
-    await store.put(entry(200 * KIB, 1), key("a"))
     await store.put(entry(50 * KIB, 1), key("b"))
+    await store.put(entry(200 * KIB, 1), key("a"))
     again = entry(230 * KIB, 2)
     await store.put(again, key("a"))
     assert same(await store.get(key("a")), again)

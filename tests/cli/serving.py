@@ -38,7 +38,7 @@ class Served:
     """
 
     def __init__(self, *arguments: str) -> None:
-        command = [*CHIASM, "serve", *arguments, "--json-log", "--arena-bytes", "32MiB"]
+        command = [*CHIASM, "serve", "--json-log", "--arena-bytes", "32MiB", *arguments]
         self.records: list[dict[str, Any]] = []
         self.odd: list[str] = []
         self.process = subprocess.Popen(

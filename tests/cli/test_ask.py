@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
 import chiasm
+from chiasm.cli.app import app
 from chiasm.cli.ask import by_file, only
 from chiasm.cli.failure import CommandFailed
+from chiasm.cli.telling import Teller
+from chiasm.client import Event, FramesVisible, Started, Token
 from chiasm.errors import InvalidRequest
 from tests.cli.serving import CHIASM, Served, until
 from tests.cli.serving import chiasm as run
@@ -150,3 +156,34 @@ def test_an_error_about_a_medium_names_its_file() -> None:
         (None, None),
     ]:
         assert by_file(InvalidRequest("MEDIA_EMPTY", "empty", item=item), media).item == told
+
+
+def test_the_answer_is_passed_on_as_it_is_wherever_what_is_seen_changes() -> None:
+    answers = io.StringIO()
+    teller = Teller(Console(file=io.StringIO()), answers)
+    events: list[Event] = [
+        Started((), 30),
+        Token("a\t[b]", (1,), 0, 2),
+        FramesVisible(4, 3.0, 1),
+        Token("\n c ", (2,), 1, 4),
+    ]
+    for event in events:
+        teller.tell(event, 0.5)
+    teller.end_line()
+    assert answers.getvalue() == "a\t[b]\n c \n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [(["ask", "--max-frame", "3", "x"], "--max-frames"), (["serv", "digits"], "serve"), (["helth"], "health")],
+)
+def test_a_typing_mistake_is_answered_with_the_nearest_name(arguments: list[str], nearest: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert nearest in done.output
+
+
+def test_the_verbs_come_in_the_order_in_which_one_meets_them() -> None:
+    told = CliRunner().invoke(app, ["--help"]).output
+    places = [told.index(f"│ {verb} ") for verb in ("demo", "serve", "ask", "health", "doctor")]
+    assert places == sorted(places)

@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 
 from chiasm.cli.board import Board, as_json, ready_line
-from chiasm.cli.child import Record, record
+from chiasm.cli.child import WRITTEN_PAST, Record, record
 from chiasm.cli.telling import size
 
 
 def said(event: str, role: str = "encoder-0", level: str = "info", **facts: object) -> Record:
-    return {"timestamp": "2026-01-02T03:04:05.6Z", "level": level, "logger": "l", "event": event, "role": role, **facts}
+    made = {"timestamp": "2026-01-02T03:04:05.6Z", "level": level, "logger": "l", "event": event, "role": role}
+    return {**made, **facts}
 
 
 def shown(*records: Record, quiet: bool = False, terminal: bool = False) -> str:
@@ -56,6 +57,11 @@ def test_the_life_of_a_role_is_told_in_few_words_and_the_rest_as_it_was_logged()
         said("something", level="warning", item="x", count=3),
         said("died", exit=-9, again_in=0.1, level="warning"),
         said("failed", level="error", exception="Traceback …\nValueError"),
+        said("not JSON", logger=WRITTEN_PAST),
+        said("draining", role="router", seconds=30.0),
+        said("ready", role="serve", target="127.0.0.1:50051", seconds=1.0),
+        said("loading", model="m", done=1, total=2),
+        said("not JSON either", logger=WRITTEN_PAST),
         said("draining", role="decoder-0", seconds=30.0),
         said("draining", role="router", seconds=30.0),
         said("stopped", role="router"),
@@ -67,6 +73,8 @@ def test_the_life_of_a_role_is_told_in_few_words_and_the_rest_as_it_was_logged()
         "03:04:05 encoder-0 error failed",
         "Traceback …",
         "ValueError",
+        'ready in 1.0 s · try: chiasm ask "What happens?" clip.mp4',
+        "03:04:05 encoder-0 not JSON either",
         "ending    up to 30 s for requests that are running; Ctrl-C again ends at once",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from rich.console import Console
 
 import chiasm
 from chiasm.cli.demo import as_object, show
-from chiasm.cli.failure import code, lines
+from chiasm.cli.failure import CommandFailed, code, lines
 from chiasm.cli.subject import READ, Subject, choose, kind_of, model_folder
 from chiasm.cli.telling import Teller, listed
 from chiasm.cli.weights import parameters
@@ -247,6 +248,17 @@ def test_a_failure_names_place_reason_and_request() -> None:
     error = InvalidRequest("MEDIA_EMPTY", "The medium has no bytes.", item="x.mp4", request_id="r1")
     assert lines(error)[1] == "  where  x.mp4 · MEDIA_EMPTY · request r1"
     assert lines(Overloaded("QUEUE_FULL", "full", retry_after=1.5))[2] == "  fix    try again in 1.5 s"
+    long = InvalidRequest("CONTEXT_LENGTH_EXCEEDED", "too long", facts={"fits_with": "max_frames=38"})
+    assert lines(long)[2] == "  fix    ask with --max-frames 38"
+
+
+def test_a_failure_of_a_command_can_be_copied() -> None:
+    failed = copy.copy(CommandFailed("what", "where", "fix", code=2, before=["a"]))
+    assert (lines(failed), failed.exit_code, failed.before) == (
+        ("error: what", "  where  where", "  fix    fix"),
+        2,
+        ("a",),
+    )
 
 
 def test_a_hub_name_is_fetched_and_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

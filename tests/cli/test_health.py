@@ -50,7 +50,7 @@ async def test_nobody_and_somebody_else_are_told_apart() -> None:
     well, said = await ask(f"127.0.0.1:{port}", Service.READINESS, 5)
     assert (well, said) == (False, "answers, but has no health service: not a server of chiasm")
     await other.stop(None)
-    assert await ask(f"127.0.0.1:{port}", Service.READINESS, 5) == (False, "nobody listens there")
+    assert await ask(f"127.0.0.1:{port}", Service.READINESS, 5) == (False, "no server answers")
 
 
 async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
@@ -90,7 +90,7 @@ def test_an_address_that_begins_with_http_is_asked_plainly(monkeypatch: pytest.M
         assert check(f"{url}/", Service.READINESS, 5) == (False, "503 Service Unavailable")
     well, said = check(url, Service.READINESS, 5)
     assert not well
-    assert said.startswith("nobody listens there")
+    assert said.startswith("no server answers")
 
 
 async def test_the_command_says_one_line_exits_0_or_1_and_loads_no_large_library() -> None:

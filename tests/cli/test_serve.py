@@ -83,13 +83,17 @@ def test_a_killed_process_is_started_again_and_questions_are_answered(served: Se
 # -- how it ends -------------------------------------------------------------------------------------------------------
 
 
-def test_the_banner_ends_with_what_to_do_next_and_ctrl_c_ends_everything() -> None:
+def test_the_banner_ends_with_what_to_do_next_and_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    # Whatever lies where one happens to be is not what runs.
+    (tmp_path / "router").mkdir()
+    (tmp_path / "router" / "__main__.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
     process = subprocess.Popen(
         [*CHIASM, "serve", "digits", "--listen", "127.0.0.1:0", "--arena-bytes", "32MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        cwd=tmp_path,
     )
     with process:
         assert process.stdout is not None
@@ -126,8 +130,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_sweeps_what_
         first.stop()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert folder.exists()
-    done = run("serve", "digits", "--listen", "127.0.0.1:0", "--dtype", "float7", "--arena-bytes", "1MiB")
-    assert done.returncode == 2
+    assert run("serve", "digits", "--arena-bytes", "900TiB").returncode == 2
     assert not folder.exists()
 
 
@@ -144,7 +147,6 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_sweeps_what_
         (["digits", "--listen", "here"], ["here"]),
         (["digits", "--listen", "127.0.0.1:70000"], ["127.0.0.1:70000"]),
         (["digits", "--arena-bytes", "900TiB"], ["--arena-bytes"]),
-        (["digits", "--device", "abacus"], ["abacus"]),
     ],
 )
 def test_what_cannot_be_served_is_told_in_three_lines(arguments: list[str], words_told: list[str]) -> None:
@@ -171,12 +173,12 @@ def test_a_broken_checkpoint_is_told_and_nothing_is_left_running(tmp_path: Path)
 
 
 def test_an_address_that_others_reach_is_served_with_a_warning_when_one_insists() -> None:
-    served = Served("digits", "--listen", "0.0.0.0:0", "--insecure", "--dtype", "float7")
+    served = Served("digits", "--listen", "0.0.0.0:0", "--insecure", "--arena-bytes", "900TiB")
     assert served.process.wait(40) == 2
     served.stop()
     assert served.odd == []
     failed = served.records[-1]
-    assert (failed["level"], "float7" in failed["event"], failed["fix"] != "") == ("error", True, True)
+    assert (failed["level"], "900" not in failed["fix"], failed["role"]) == ("error", True, "serve")
     warned = [said for said in served.records if said["level"] == "warning"]
     assert warned[0]["address"] == "0.0.0.0:0"
     assert "neither keys nor TLS" in warned[0]["event"]

@@ -30,7 +30,7 @@ def say(event, **facts):
           file=sys.stderr, flush=True)
 
 def stop(*_):
-    say("draining")
+    say("draining", seconds=0)
     say("stopped")
     os._exit(0)
 
@@ -42,6 +42,10 @@ say("ready", target="there:1", http=None, seconds=0.1)
 
 FOR_EVER = ROLE + "sys.stdin.read()\nsay('alone')\n"
 """Ends when its standard input does, as `--supervised` asks."""
+
+
+ROLE_DEAF = ROLE.replace("signal.SIGTERM, stop", "signal.SIGTERM, signal.SIG_IGN") + "while True: time.sleep(1)\n"
+"""Ends by being killed only."""
 
 
 def role(name: str, source: str, *arguments: str) -> Role:
@@ -139,6 +143,37 @@ async def test_a_role_asked_for_what_cannot_be_is_told_at_once() -> None:
     assert "died" not in heard.events()
 
 
+async def test_of_several_that_cannot_start_one_is_told_and_the_rest_is_silent(tmp_path: Path) -> None:
+    broken = "import sys; sys.exit(2)"
+    program = tmp_path / "supervise.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import asyncio, sys
+            from chiasm.cli.child import Role
+            from chiasm.cli.failure import CommandFailed
+            from chiasm.cli.supervisor import Supervisor
+
+            async def main():
+                roles = [Role(name, [sys.executable, "-c", {broken!r}]) for name in ("router", "encoder", "decoder")]
+                try:
+                    async with Supervisor(roles[0], roles[1:], lambda said: None) as supervisor:
+                        await asyncio.wait(supervisor._keeping.values())
+                        await supervisor.ready()
+                except CommandFailed as failed:
+                    print(failed.exit_code)
+
+            asyncio.run(main())
+            """
+        ),
+        encoding="utf-8",
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert await process.communicate() == (b"1\n", b"")
+
+
 async def test_what_a_dead_process_had_started_dies_with_it() -> None:
     heard = Heard()
     parent = role(
@@ -161,7 +196,7 @@ sys.stdin.read()
 
 async def test_one_that_does_not_end_is_killed() -> None:
     heard = Heard()
-    deaf = role("encoder", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ROLE_DEAF)
+    deaf = role("encoder", ROLE_DEAF)
     policy = Policy(first_delay=0.01, longest_delay=0.04, steady=60, attempts=3, grace=0.1)
     async with Supervisor(role("router", FOR_EVER), [deaf], heard.append, policy=policy) as supervisor:
         await supervisor.ready()
@@ -170,7 +205,29 @@ async def test_one_that_does_not_end_is_killed() -> None:
     assert "stopped" not in heard.events("encoder")
 
 
-ROLE_DEAF = ROLE.replace("signal.signal(signal.SIGTERM, stop)", "") + "while True: time.sleep(1)\n"
+async def test_one_that_drains_is_given_the_time_it_says() -> None:
+    heard = Heard()
+    policy = Policy(first_delay=0.01, longest_delay=0.04, steady=60, attempts=3, grace=0.3)
+    slow = (
+        ROLE.replace('say("draining", seconds=0)', 'say("draining", seconds=30); time.sleep(1)') + "sys.stdin.read()\n"
+    )
+    async with Supervisor(role("router", slow), [role("encoder", FOR_EVER)], heard.append, policy=policy) as supervisor:
+        await supervisor.ready()
+    assert heard.events("router")[-2:] == ["draining", "stopped"]
+
+
+async def test_one_that_does_not_end_is_killed_at_once_when_it_is_said_so() -> None:
+    heard = Heard()
+    deaf = role("router", ROLE_DEAF)
+    async with Supervisor(deaf, [role("encoder", FOR_EVER)], heard.append, policy=FAST) as supervisor:
+        await supervisor.ready()
+        pids = supervisor.pids()
+        stopping = asyncio.create_task(supervisor.stop())
+        await asyncio.sleep(0)
+        assert not stopping.done()
+        supervisor.kill()
+        await stopping
+        assert not any(alive(pid) for pid in pids.values())
 
 
 async def test_workers_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:

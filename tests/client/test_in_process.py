@@ -24,6 +24,7 @@ from chiasm.client import (
     Finished,
     Frames,
     Generation,
+    Handle,
     Image,
     Message,
     SamplingParams,
@@ -188,6 +189,52 @@ def test_a_deadline_ends_a_request(client: Client) -> None:
         client.generate("digits", [Video(HELD_OUT / "clip_8.mp4"), READ], timeout=1e-6)
 
 
+def test_a_medium_is_uploaded_once_and_asked_about_many_times(client: Client) -> None:
+    whole = ask(client, [Video(HELD_OUT / "clip_5.mp4"), READ])
+    handle = client.upload(Video(HELD_OUT / "clip_5.mp4"))
+    assert (handle.kind, handle.byte_length) == ("video", (HELD_OUT / "clip_5.mp4").stat().st_size)
+    for _ in range(2):
+        again = ask(client, [handle, READ])
+        assert (again.ids, encoded(again)) == (whole.ids, 0)
+    assert ask(client, [Video(handle, max_frames=2), READ]).usage.media[0].frames_used == 2
+    with pytest.raises(NotFound) as caught:
+        ask(client, [READ, Handle("0" * 32, "video")])
+    assert (caught.value.reason, caught.value.item) == ("MEDIA_EXPIRED", "messages[0].content[1]")
+
+
+def test_frames_and_arrays_are_uploaded_as_what_they_are(client: Client) -> None:
+    frames = Frames([picture(31), picture(32)], timestamps=[0.5, 3])
+    told = ask(client, [frames, READ])
+    handle = client.upload(frames)
+    again = ask(client, [handle, READ])
+    assert (again.ids, encoded(again), again.usage.media[0].offsets) == (told.ids, 0, told.usage.media[0].offsets)
+    told = ask(client, [Image(picture(33)), READ])
+    again = ask(client, [client.upload(Image(picture(33))), READ])
+    assert (again.ids, encoded(again), again.usage.media[0].kind) == (told.ids, 0, "image")
+
+
+def test_an_estimate_is_what_the_answer_then_uses(client: Client) -> None:
+    content: Content = [
+        "Read the digits.",
+        Video(HELD_OUT / "clip_6.mp4", max_frames=4),
+        Image(HELD_OUT / "image_7.png"),
+    ]
+    estimate = client.estimate("digits", content)
+    usage = ask(client, content).usage
+    assert (estimate.prompt_tokens, estimate.visual_tokens) == (usage.prompt_tokens, usage.visual_tokens)
+    assert [medium.usage.offsets for medium in estimate.media] == [medium.offsets for medium in usage.media]
+    assert [medium.usage.frames_decoded for medium in estimate.media] == [0, 0]
+    assert all(medium.entry_bytes > 0 for medium in estimate.media)
+    assert estimate.room > 0 and estimate.fits_with == ""
+
+
+def test_a_prompt_of_token_ids_is_laid_as_it_is(client: Client) -> None:
+    asked = client.generate("digits", token_ids=[4, 5, 6], max_tokens=2)
+    assert (asked.usage.prompt_tokens, asked.usage.output_tokens) == (3, 2)
+    banned = SamplingParams(banned_token_ids=[asked.ids[0]], ignore_eos=True)
+    assert client.generate("digits", token_ids=[4, 5, 6], sampling=banned, max_tokens=1).ids[0] != asked.ids[0]
+
+
 async def test_the_asynchronous_client_opens_in_its_context() -> None:
     async with AsyncClient.in_process() as client:
         (model,) = await client.list_models()
@@ -217,4 +264,10 @@ def test_the_sdk_is_light_and_whole() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     whole, loaded = json.loads(done.stdout)
     assert whole
-    assert {"torch", "av", "PIL", "transformers", "ray"}.isdisjoint(loaded)
+    assert {"torch", "av", "PIL", "transformers", "ray", "grpc"}.isdisjoint(loaded)
+
+
+def test_importing_the_package_costs_next_to_nothing() -> None:
+    code = "import chiasm, sys; print(*{m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"numpy", "google", "grpc", "blake3", "pydantic"}.isdisjoint(done.stdout.split())

@@ -222,6 +222,7 @@ async def test_retries_end_with_the_servers_own_word(router: ScriptedRouter, ser
             await client.generate("fake", "Read.", request_id="mine")
     assert len(router.requests) == 2
     error = caught.value
+    assert isinstance(error.__cause__, grpc.aio.AioRpcError), "what gRPC said remains at hand"
     assert (error.reason, error.retryable, error.retry_after, error.request_id) == (
         "NO_READY_ENCODER",
         True,
@@ -266,6 +267,17 @@ async def test_a_connection_that_breaks_in_mid_stream_is_told_as_such(router: Sc
             await anext(stream)
     assert caught.value.reason == "CONNECTION_LOST"
     assert caught.value.request_id == stream.request_id
+
+
+async def test_a_client_outlives_its_server(router: ScriptedRouter, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/router.sock"
+    async with AsyncClient(address) as client:
+        for _ in range(2):
+            async with serving(router, address=address):
+                await client.wait_ready(20)
+                assert (await client.generate("fake", "Read.")).text == TEXT
+            with pytest.raises(ConnectionFailed):
+                await client.generate("fake", "Read.")
 
 
 async def test_nobody_listening_is_told_with_the_target_and_what_to_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import re
 import signal
 import threading
@@ -281,6 +282,17 @@ def test_a_dropped_client_is_closed() -> None:
     assert transport.closed
 
 
+def test_a_stream_keeps_its_client() -> None:
+    transport = FakeTransport()
+    stream = client_of(transport).stream("fake", "Read.")
+    gc.collect()
+    assert not transport.closed
+    assert len(list(stream)) == len(answer())
+    del stream
+    gc.collect()
+    assert transport.closed
+
+
 async def test_a_call_never_changes_hands() -> None:
     transport = FakeTransport([started(), FakeTransport.WAIT])
     async with async_client_of(transport) as client:
@@ -405,9 +417,11 @@ async def test_an_unknown_option_of_a_call_is_refused_with_what_was_meant(option
     transport = FakeTransport()
     with client_of(transport) as client:
         asynchronous = async_client_of(transport)
+        assert inspect.iscoroutinefunction(asynchronous.generate)
         for call in (client.generate, client.stream, asynchronous.generate, asynchronous.stream):
             with pytest.raises(InvalidRequest, match=re.escape(said)) as caught:
-                call("fake", "Read.", **options)
+                made: Any = call("fake", "Read.", **options)
+                await made
             assert (caught.value.reason, caught.value.facts["field"]) == ("UNKNOWN_FIELD", option)
     assert not transport.requests
 

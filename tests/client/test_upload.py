@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 from blake3 import blake3
@@ -17,7 +18,7 @@ from PIL import Image as Pillow
 from chiasm.client import AsyncClient, Client, Frames, Handle, Image, Message, Video
 from chiasm.client.convert import INLINE_BYTES, UPLOAD_TTL
 from chiasm.client.upload import Upload
-from chiasm.errors import InvalidRequest, NotFound, Overloaded, ServerError, StatusError
+from chiasm.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, ServerError, StatusError
 from chiasm.rpc.limits import CHUNK_BYTES, CLIENT_MESSAGE_BYTES
 from chiasm.rpc.server import Server
 from chiasm.rpc.times import to_seconds
@@ -182,10 +183,11 @@ async def test_a_file_that_shrinks_while_it_is_sent_ends_the_upload(
 async def test_a_refused_upload_is_told_as_what_it_is(router: ScriptedRouter, server: Server) -> None:
     router.refused = Overloaded("UPLOADS_FULL", "too many uploads are kept", retry_after=5)
     async with AsyncClient(server.target) as client:
-        with pytest.raises(Overloaded) as caught:
-            await client.upload(Video(noise(20 * CHUNK_BYTES)))
-    assert (caught.value.reason, caught.value.retry_after) == ("UPLOADS_FULL", 5)
-    assert len(router.uploads[0]) == 1
+        for _ in range(20):  # gRPC's own status comes in its place now and then, where nothing keeps it from that
+            with pytest.raises(Overloaded) as caught:
+                await client.upload(Video(noise(8 * CHUNK_BYTES)))
+            assert (caught.value.reason, caught.value.retry_after) == ("UPLOADS_FULL", 5)
+    assert {len(messages) for messages in router.uploads} == {1}
 
 
 async def test_bytes_that_changed_on_the_way_are_noticed() -> None:
@@ -289,6 +291,19 @@ async def test_leaving_the_stream_ends_its_uploads(router: ScriptedRouter, serve
         async with client.stream("fake", ["?", Video(noise(INLINE_BYTES + 1))]):
             await asyncio.wait_for(router.came.wait(), 20)
         await asyncio.wait_for(router.left.wait(), 20)
+
+
+async def test_the_deadline_of_a_request_ends_its_uploads(router: ScriptedRouter, server: Server) -> None:
+    router.scripts = [[WAIT]]
+    async with AsyncClient(server.target) as client:
+        with pytest.raises(DeadlineExceeded, match="timeout"):
+            await client.generate("fake", ["?", Video(noise(INLINE_BYTES + 1))], timeout=0.5)
+        await asyncio.wait_for(router.left.wait(), 20)
+        broken = NotFound("MODEL_NOT_FOUND", "there is no such model")
+        router.scripts = [[broken]]
+        with pytest.raises(NotFound) as caught:
+            await client.generate("fake", ["?", Video(noise(INLINE_BYTES + 1))])
+    assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Halves:
                 turn.parts.add(text=part)
             else:
                 turn.parts.add(slot=part)
-                opened.slots.add(slot=part, kind=kind, item=f"slot {part}")  # type: ignore[arg-type]
+                opened.slots.add(slot=part, kind=kind, item=f"slot {part}")
         if max_tokens is not None:
             opened.sampling.max_tokens = max_tokens
         return opened

@@ -115,6 +115,42 @@ async def test_sockets_part_nobody(tmp_path: Path) -> None:
     assert_together(batches, 30)
 
 
+async def test_b126_one_question_about_many_pictures_is_answered_as_one_by_one() -> None:
+    rng = np.random.default_rng(12)
+    cells = digits.held_out_digits()
+    async with halves() as system:
+        pictures = [digits.frame(cells[i // 4][0], rng) for i in range(32)]
+
+        async def ask(i: int) -> list[int]:
+            opened = system.opened("Read the digits.", 0)
+            return (await system.told(opened, sized(1), *await system.ready([pictures[i]]), CLOSE)).ids
+
+        serial = [await ask(i) for i in range(32)]
+        await system.store.flush()
+        assert await asyncio.gather(*(ask(i) for i in range(32))) == serial
+
+
+async def test_b107_text_alone_runs_with_pictures_and_sees_none_of_them() -> None:
+    """In float64, because the answers go on behind their ends."""
+    rng = np.random.default_rng(13)
+    picture = digits.frame(digits.held_out_digits()[0][0], rng)
+    async with halves(dtype=torch.float64) as system:
+
+        async def with_picture() -> list[int]:
+            opened = system.opened("Read the digits.", 0, max_tokens=20)
+            opened.sampling.ignore_eos = True
+            return (await system.told(opened, sized(1), *await system.ready([picture]), CLOSE)).ids
+
+        async def bare() -> list[int]:
+            return (await system.told(going_on(system, "Read the digits.", 20), CLOSE)).ids
+
+        alone = [await with_picture(), await bare()]
+        counts = system.decoder.scheduler.counts
+        before = counts.steps
+        assert list(await asyncio.gather(with_picture(), bare())) == alone and alone[0] != alone[1]
+        assert counts.steps - before < 40, "steps are shared"
+
+
 async def test_logits_of_a_batch_are_those_of_each_sequence_alone() -> None:
     """In float64, where the sums of another batch size differ by nothing that matters."""
     async with halves(dtype=torch.float64) as system:
@@ -231,7 +267,8 @@ async def test_a_second_attempt_that_hands_everything_over_at_once_gets_the_same
             await system.store.release(message.entry.key, message.entry.lease.lease_id)
         await forget(system)
     assert two.ids == one.ids and two.text == one.text
-    assert two.started is not None and two.started.attempt == 2
+    assert two.started is not None and two.finished is not None
+    assert two.started.attempt == two.finished.attempt == 2 and two.finished.tokens == len(two.ids)
 
 
 async def forget(system: Halves) -> None:

@@ -3,13 +3,16 @@ same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from chiasm.cache.arena import ArenaStore
 from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.memory import MemoryStore
-from chiasm.cache.place import Place
+from chiasm.cache.place import InArena, Place
+from chiasm.cache.region import Region
 from chiasm.errors import ServerError
 from chiasm.local import LocalService
 from tests import digits
@@ -79,3 +82,63 @@ async def test_an_entry_that_is_doubtful_twice_fails_the_request_and_frees_every
         assert caught.value.reason == "ENTRY_MISSING"
         assert caught.value.item == "messages[0].content[1]"
         await settled(service)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "arena"
+
+
+@pytest.fixture
+def regions(path: Path) -> Iterator[list[Region]]:
+    """One region, opened twice, as two processes do."""
+    regions = [Region.create(path, 1 << 20), Region.open(path)]
+    yield regions
+    for region in regions:
+        region.close()
+
+
+class Recording(ArenaStore):
+    """Remembers where it was told to look, and may be made to lose what it is asked for before it looks."""
+
+    losing = 0
+
+    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        self.places = [*getattr(self, "places", []), place]
+        if self.losing:
+            self.losing -= 1
+            await self.discard(key)
+        return await super().get(key, place)
+
+
+@pytest.mark.parametrize("losing", [0, 3])
+async def test_an_answer_over_an_arena_is_the_same_and_leaves_no_pin(regions: list[Region], losing: int) -> None:
+    clip = digits.shipped_clips()[1]
+    request = question("Read the digits.", video(clip.path.read_bytes()))
+    async with running() as service:
+        right = await ask(service, request)
+    async with running() as service:
+        encoding, decoding = ArenaStore(regions[0]), Recording(regions[1])
+        decoding.losing = losing
+        service.encoder.store, service.decoder.store = encoding, decoding
+        for _ in range(2):
+            answer = await ask(service, request)
+            assert answer.ids == right.ids
+        assert service.encoder.counts.encoded_units == len(clip.digits) + losing
+        assert decoding.stats().hits == 2 * len(clip.digits)
+        assert all(isinstance(place, InArena) for place in decoding.places)
+        assert encoding.stats().pinned_bytes == decoding.stats().pinned_bytes == 0
+        assert encoding.stats().entries == len(clip.digits)
+
+
+async def test_an_entry_in_another_arena_is_a_miss_that_is_told(regions: list[Region], tmp_path: Path) -> None:
+    """Whoever pairs workers of two nodes gets an error, and no wrong answer."""
+    clip = digits.shipped_clips()[0]
+    other = Region.create(tmp_path / "other", 1 << 20)
+    async with running() as service:
+        service.encoder.store, service.decoder.store = ArenaStore(regions[0]), ArenaStore(other)
+        with pytest.raises(ServerError) as caught:
+            await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
+        assert caught.value.reason == "ENTRY_MISSING"
+        await settled(service)
+    other.close()

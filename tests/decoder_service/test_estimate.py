@@ -147,6 +147,19 @@ async def test_where_no_single_option_helps_none_is_named() -> None:
         assert error.reason == "CONTEXT_LENGTH_EXCEEDED" and error.facts["fits_with"] == ""
 
 
+async def test_frames_that_a_caller_wrote_itself_cannot_be_left_out() -> None:
+    async with halves(visual_tokens=65 * 2000) as system:
+        config = system.model.config
+        opened = system.opened(max_tokens=4)
+        frame = [1, 2, 3, config.image_token_id]
+        ids = [config.vision_start_token_id, *(frame * 900), config.vision_end_token_id]
+        opened.prompt.plain.parts.add(tokens=pb.TokenRun(ids=ids, pads_bind_slots=True))
+        opened.slots.add(slot=0, kind=pb.MEDIA_KIND_VIDEO)
+        estimate = await estimated(system, opened, sized(900, side=LARGE))
+    assert (estimate.room, estimate.fits_with) == (0, "")
+    assert (estimate.prompt_tokens, estimate.visual_tokens) == (900 * 4 + 2, 900 * 65)
+
+
 async def test_an_estimate_takes_no_entries_and_waits_for_every_size() -> None:
     async with halves() as system:
         opened = system.opened("Read.", 0, 1)

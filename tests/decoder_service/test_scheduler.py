@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+import uvloop
 
 from chiasm.errors import Unavailable
 from decoder_service.scheduler import Outcome, Scheduler, Share
@@ -79,6 +80,11 @@ async def test_sequences_that_join_later_run_with_those_that_run_already() -> No
     assert [len(step) for step in device.steps] == [1, 4, 4, 4, 4, 1]
 
 
+def test_they_do_so_on_the_event_loop_of_the_services() -> None:
+    """Which is another one than that of these tests, and must keep the same order of turns."""
+    uvloop.run(test_sequences_that_join_later_run_with_those_that_run_already())
+
+
 async def test_single_rows_go_first_and_prefills_fill_the_rest_in_order_of_arrival() -> None:
     device = Device()
     scheduler = Scheduler(device, max_rows=8)
@@ -97,6 +103,15 @@ async def test_a_long_prefill_starves_no_running_answer_and_keeps_its_place() ->
     )
     assert drawn == [1, 2, 3, 4, 5]
     assert device.steps == [[("running", 1), (name, 7)] for name in ("old", "old", "old", "new", "new")]
+
+
+async def test_more_answers_than_a_step_holds_take_turns() -> None:
+    device = Device()
+    scheduler = Scheduler(device, max_rows=2)
+    names = ["a", "b", "c", "d", "e"]
+    await asyncio.gather(*(answer(scheduler, device, name, tokens=4) for name in names))
+    ran = [name for step in device.steps for name, _ in step]
+    assert len(device.steps) == 10 and ran == names * 4
 
 
 async def test_a_token_is_drawn_only_from_the_last_of_the_rows_asked_for() -> None:

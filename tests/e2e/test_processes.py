@@ -15,13 +15,16 @@ from chiasm import (
     Generation,
     Handle,
     Image,
+    InvalidRequest,
     NotFound,
     Started,
     Token,
     Unavailable,
     Video,
 )
+from chiasm.chat_template import Slot, Turn
 from chiasm.client import Content
+from chiasm.models.registry import open_model
 from tests import digits
 from tests.e2e.test_digits import drawn
 from tests.processes import Trio, trio, until
@@ -105,6 +108,23 @@ async def test_what_was_visible_is_told_with_the_tokens(served: Trio) -> None:
     assert isinstance(events[0], Started) and isinstance(events[1], FramesVisible)
     assert events[1].count == len(clip().digits) and events[1].until == clip().seconds[-1]
     assert {event.visible for event in events if isinstance(event, Token) and event.ids} == {len(clip().digits)}
+
+
+async def test_token_ids_of_a_callers_own_say_what_text_and_media_say(served: Trio) -> None:
+    prompt = open_model("digits").prompt()
+    pieces = prompt.turns([Turn("user", (Slot(0), QUESTION))])
+    pad = open_model("digits").config.image_token_id
+    ids: list[int] = []
+    for piece in pieces:
+        laid = prompt.medium("video", clip().seconds) if isinstance(piece, Slot) else [piece]
+        ids += [token for run in laid for token in ([pad] if isinstance(run, int) else run)]
+    async with AsyncClient(served.target) as client:
+        told = await client.generate("digits", [Video(clip().path), QUESTION])
+        own = await client.generate("digits", token_ids=ids, media=[Video(clip().path)])
+        assert (own.ids, own.text, own.usage.visual_tokens) == (told.ids, clip().answer, told.usage.visual_tokens)
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate("digits", token_ids=ids, media=[])
+        assert caught.value.reason == "PLACEHOLDER_MISMATCH"
 
 
 # -- uploads, estimates, models ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,12 @@ import torch
 from torch import nn
 
 from chiasm.attention.backend import VarlenAttention
-from chiasm.cache.entry import Contract, open_entry, tag_secret
+from chiasm.cache.arena import ArenaStore
+from chiasm.cache.entry import Contract, EntryKey, Sealed, open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
-from chiasm.cache.store import Lease
+from chiasm.cache.place import InArena, Place
+from chiasm.cache.region import Region
+from chiasm.cache.store import EntryStore, Lease
 from chiasm.errors import Overloaded, ServerError, Unavailable
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -43,12 +47,14 @@ def model() -> Model:
 
 
 @asynccontextmanager
-async def engine(model: Model, *, budget: int = 1 << 24, max_patches: int = 1 << 14) -> AsyncIterator[EncoderEngine]:
+async def engine(
+    model: Model, *, budget: int = 1 << 24, max_patches: int = 1 << 14, store: EntryStore | None = None
+) -> AsyncIterator[EncoderEngine]:
     made = EncoderEngine(
         model.encoder(dtype=torch.float32),
         model.processor,
         fingerprint=model.checkpoint.fingerprint,
-        store=MemoryStore(budget),
+        store=store or MemoryStore(budget),
         workers_secret=WORKERS,
         max_patches=max_patches,
     )
@@ -87,6 +93,40 @@ async def test_equal_units_at_once_are_encoded_once(model: Model) -> None:
         assert len({announced.contract.key for announced in found}) == 1
         again = await e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(1))
         assert again.cached and e.counts.encoded_units == 1
+
+
+async def test_a_known_unit_is_pinned_and_its_payload_not_read(model: Model) -> None:
+    class NeverRead(MemoryStore):
+        async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+            raise AssertionError("an encoder needs no payload")
+
+    async with engine(model, store=NeverRead(1 << 24)) as e:
+        leases = [Lease.of(60), Lease.of(60)]
+        first = await e.announce(frame(1), plan(model), root=ROOT, lease=leases[0])
+        again = await e.announce(frame(1), plan(model), root=ROOT, lease=leases[1])
+        assert again.cached and (again.contract, again.place) == (first.contract, first.place)
+        await e.store.release(first.contract.key, leases[0].id)
+        assert e.store.stats().pinned_bytes > 0, "the second has a pin of its own"
+
+
+async def test_units_are_announced_where_another_process_finds_them(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    regions = [Region.open_or_create(path, 1 << 20) for _ in "ab"]
+    reader = ArenaStore(regions[1])
+    async with engine(model, store=ArenaStore(regions[0])) as e:
+        first, joined = await asyncio.gather(
+            *(e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(60)) for _ in "ab")
+        )
+        known = await e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(60))
+        for announced in (first, joined, known):
+            assert isinstance(announced.place, InArena)
+            sealed = await reader.get(announced.contract.key, announced.place)
+            assert sealed is not None
+            assert isinstance(open_entry(sealed, announced.contract, tag_secret(WORKERS, ROOT)), torch.Tensor)
+        assert e.counts.encoded_units == 1 and known.cached
+        assert e.store.stats() != reader.stats(), "each counts its own"
+    for region in regions:
+        region.close()
 
 
 async def test_the_leaders_leaving_hands_over_and_a_followers_touches_nobody(model: Model) -> None:

@@ -96,11 +96,17 @@ async def encoder() -> Encoder:
 
 
 @pytest.fixture
-async def channel(encoder: Encoder) -> AsyncIterator[grpc.aio.Channel]:
-    server = Server()
-    server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, encoder)
-    server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, Router())
-    async with server, connect(server.target) as opened:
+async def server(encoder: Encoder) -> AsyncIterator[Server]:
+    built = Server()
+    built.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, encoder)
+    built.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, Router())
+    async with built:
+        yield built
+
+
+@pytest.fixture
+async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(server.target) as opened:
         yield opened
 
 
@@ -140,6 +146,20 @@ async def test_a_refusal_is_raised_as_its_class(stub: encoder_pb2_grpc.EncoderAs
         await revisions(streamed(stub.Encode(), requests))
     assert (caught.value.reason, caught.value.item, caught.value.facts) == ("FIELD_MISSING", "x", {"field": "seed"})
     assert requests.closed
+
+
+@pytest.mark.parametrize("bytes_each", [0, 200_000])
+async def test_a_refusal_is_heard_by_who_is_still_sending(
+    stub: encoder_pb2_grpc.EncoderAsyncStub, bytes_each: int
+) -> None:
+    async def many() -> AsyncGenerator[encoder_pb2.EncodeRequest, None]:
+        yield encoder_pb2.EncodeRequest(open=encoder_pb2.EncodeOpen(item="refuse"))
+        while True:
+            yield encoder_pb2.EncodeRequest(chunk=common_pb2.MediaChunk(data=bytes(bytes_each)))
+
+    for _ in range(20):
+        with pytest.raises(InvalidRequest):
+            await revisions(streamed(stub.Encode(), many()))
 
 
 async def test_closing_cancels_the_call(encoder: Encoder, stub: encoder_pb2_grpc.EncoderAsyncStub) -> None:
@@ -206,6 +226,19 @@ async def test_one_answer_and_its_deadline(encoder: Encoder, stub: encoder_pb2_g
     with pytest.raises(DeadlineExceeded):
         await answered(stub.Info(encoder_pb2.EncoderInfoRequest(), timeout=0.05))
     await asyncio.wait_for(encoder.left.wait(), 10)
+
+
+async def test_requests_pass_interceptors(server: Server) -> None:
+    class Passing(grpc.aio.StreamUnaryClientInterceptor):
+        async def intercept_stream_unary(self, continuation: Any, details: Any, requests: Any) -> Any:
+            return await continuation(details, requests)
+
+    async with connect(server.target, interceptors=[Passing()]) as channel:
+        router: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(channel)
+        assert (await answered(router.Upload(), chunks(b"abc", b"de"))).byte_length == 5
+        with pytest.raises(InvalidRequest):
+            await answered(router.Upload(), chunks(b"abc", last=True))
+    assert not sending()
 
 
 async def test_requests_of_one_answer(channel: grpc.aio.Channel) -> None:

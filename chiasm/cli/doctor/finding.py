@@ -18,9 +18,11 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Attributes:
-    found: what is there.
-    expected, fix: what should be, and what mends it; empty where all is well.
+    """What one check came to.
+
+    Attributes:
+        found: what is there.
+        expected, fix: what should be, and what mends it; empty where all is well.
     """
 
     group: str

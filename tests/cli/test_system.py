@@ -1,0 +1,109 @@
+"""What `chiasm serve` turns its options into: command lines, an environment, an arena."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chiasm.cli.failure import CommandFailed
+from chiasm.cli.run_folder import RunFolder
+from chiasm.cli.system import ARENA_BYTES, Options, arena_bytes, check_listen, cores, roles, threads
+
+
+def test_workers_listen_in_the_folder_and_the_router_where_it_was_said(tmp_path: Path) -> None:
+    options = Options(
+        folder=Path("/models/m"), name="m", listen="127.0.0.1:7", http="127.0.0.1:8", dtype="bfloat16", encoders=2
+    )
+    with RunFolder(tmp_path) as folder:
+        router, workers = roles(options, folder)
+        assert [role.name for role in workers] == ["encoder-0", "encoder-1", "decoder-0"]
+        for role in workers:
+            words = role.words
+            assert words[:4] == [sys.executable, "-P", "-m", f"{role.name.partition('-')[0]}_service"]
+            assert words[words.index("--listen") + 1] == f"unix:{folder.path}/{role.name}.sock"
+            assert words[words.index("--http") + 1] == "none"
+            assert words[words.index("--dtype") + 1] == "bfloat16"
+            assert words[words.index("--model") + 1 : words.index("--model") + 4] == ["/models/m", "--name", "m"]
+            assert "--supervised" in words
+            assert "--insecure" not in words
+        words = router.words
+        assert words[words.index("--encoders") + 1] == f"{folder.socket('encoder-0')},{folder.socket('encoder-1')}"
+        assert words[words.index("--decoders") + 1] == folder.socket("decoder-0")
+        assert words[words.index("--listen") + 1 :] == ["127.0.0.1:7", "--http", "127.0.0.1:8"]
+        # A command line can be read by every user: a secret is a file.
+        secrets = {path.read_text(encoding="ascii").strip() for path in (folder.workers_secret, folder.tenants_secret)}
+        assert not any(secret in word for role in (router, *workers) for word in role.words for secret in secrets)
+
+
+def test_only_the_router_may_be_reached_and_only_when_one_insists(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        open_, workers = roles(Options(folder=tmp_path, name="m", insecure=True), folder)
+        closed, _ = roles(Options(folder=tmp_path, name="m"), folder)
+    assert "--insecure" in open_.words
+    assert "--insecure" not in closed.words
+    assert not any("--insecure" in role.words for role in workers)
+
+
+def test_a_port_that_was_free_once_stays_the_port(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        router, _ = roles(Options(folder=tmp_path, name="m", listen="127.0.0.1:0", http="127.0.0.1:0"), folder)
+    again = router.at({"--listen": "127.0.0.1:4000", "--http": "127.0.0.1:4001"})
+    assert again.words[-4:] == ["--listen", "127.0.0.1:4000", "--http", "127.0.0.1:4001"]
+    assert again.at({}).words == again.words
+
+
+def test_what_keeps_the_processes_loads_no_large_library() -> None:
+    program = (
+        "import sys, chiasm.cli.serve, chiasm.cli.demo, chiasm.cli.ask, chiasm.cli.doctor\n"
+        "print(sorted({'torch', 'av', 'ray', 'transformers', 'uvloop'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_cores_are_shared_out_unless_the_user_has_said_how() -> None:
+    assert threads({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"] == "7"
+    assert threads({"PATH": "/bin"}, 1) == {"PATH": "/bin", "OMP_NUM_THREADS": str(cores())}
+    assert threads({}, 1000)["OMP_NUM_THREADS"] == "1"
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+
+
+def test_an_arena_takes_half_of_what_is_free_at_most(tmp_path: Path) -> None:
+    assert arena_bytes(Options(folder=tmp_path, name="m", arena_bytes=123)) == 123
+    default = arena_bytes(Options(folder=tmp_path, name="m", parent=tmp_path))
+    assert 0 < default <= min(ARENA_BYTES, shutil.disk_usage(tmp_path).total // 2)
+
+
+@pytest.mark.parametrize(
+    ("listen", "reachable"),
+    [
+        ("127.0.0.1:0", False),
+        ("127.8.9.10:1", False),
+        ("[::1]:1", False),
+        ("localhost:1", False),
+        ("unix:/run/x", False),
+        ("0.0.0.0:1", True),
+        ("[::]:1", True),
+        ("192.0.2.1:1", True),
+        ("example.invalid:1", True),
+    ],
+)
+def test_what_other_machines_reach_is_refused_unless_one_insists(listen: str, reachable: bool) -> None:
+    assert check_listen(listen, insecure=True) is reachable
+    if reachable:
+        with pytest.raises(CommandFailed, match="neither keys nor TLS") as caught:
+            check_listen(listen, insecure=False)
+        assert caught.value.exit_code == 2
+    else:
+        assert check_listen(listen, insecure=False) is False
+
+
+@pytest.mark.parametrize("listen", ["", "here", ":1", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536"])
+def test_what_is_no_address_is_refused(listen: str) -> None:
+    with pytest.raises(CommandFailed, match="is not an address"):
+        check_listen(listen, insecure=True)
