@@ -45,7 +45,7 @@ class Attaching:
         self._secret = tag_secret(model.workers_secret, root)
         self._item_of = item_of
         self._announced: dict[UnitName, _Announced] = {}
-        self._pins: dict[UnitName, tuple[EntryKey, bytes]] = {}  # entries and leases that are not given back yet
+        self._pins: dict[UnitName, set[tuple[EntryKey, bytes]]] = {}  # entries and leases that are not given back yet
         self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
 
     def announce(self, ready: dpb.DecodeReady) -> None:
@@ -59,6 +59,8 @@ class Attaching:
         if sized is None or ready.unit >= len(sized.grids):
             raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
         contract = wire.read(ready.entry, sized.grids[ready.unit])
+        # Whatever comes of it: one that is announced twice, or that does not fit, holds a pin all the same.
+        self._pins.setdefault(name, set()).add((contract.key, ready.entry.lease.lease_id))
         needed = self._needed(contract.key, contract.grid)
         if contract != needed:
             raise ServerError(
@@ -68,7 +70,6 @@ class Attaching:
                 facts={"got": contract.shape[3], "needed": needed.shape[3]},
             )
         self._announced[name] = _Announced(contract, wire.place_of(ready.entry))
-        self._pins[name] = (contract.key, ready.entry.lease.lease_id)
 
     async def resized(self, slot: int) -> None:
         """Takes back whatever no longer fits a slot that was sized anew. What merely moved is attached again."""
@@ -106,7 +107,7 @@ class Attaching:
 
     async def close(self, unread: Iterable[pb.Entry]) -> None:
         """Gives back every pin, those of announcements that nobody read any more too."""
-        pins = [*self._pins.values(), *((entry.key, entry.lease.lease_id) for entry in unread)]
+        pins = set().union(*self._pins.values(), ((entry.key, entry.lease.lease_id) for entry in unread))
         for key, lease_id in pins:
             await self._model.store.release(key, lease_id)
 
@@ -140,5 +141,5 @@ class Attaching:
         return opened
 
     async def _unpin(self, name: UnitName) -> None:
-        if name in self._pins:
-            await self._model.store.release(*self._pins.pop(name))
+        for key, lease_id in self._pins.pop(name, ()):
+            await self._model.store.release(key, lease_id)

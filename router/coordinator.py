@@ -77,7 +77,7 @@ class Coordinator(Work):
 
         Raises ChiasmError; DeadlineExceeded names the stage at which the time was up.
         """
-        self.start(self._run_decoder())
+        self.start(self._run_decoder)
         try:
             while (event := await self._next()) is not None:
                 if isinstance(event, Exception):
@@ -122,7 +122,7 @@ class Coordinator(Work):
             self._told = self._timeline_so_far()
             if first:
                 for medium in self.media:
-                    self.start(medium.run())
+                    self.start(medium.run)
             try:
                 await self._decode(worker)
             except LOST as error:
@@ -188,7 +188,7 @@ class Coordinator(Work):
                 self.media[unit.slot].attached(unit.unit)
         elif which == "missing":
             unit = response.missing.unit
-            self.media[unit.slot].missing(unit.unit, lambda medium: self.start(medium.encode_again()))
+            self.media[unit.slot].missing(unit.unit, lambda medium: self.start(medium.encode_again))
         elif which == "started":
             self._began = True
             await self._events.put(rpb.GenerateResponse(started=response.started))

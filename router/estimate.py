@@ -54,7 +54,7 @@ class Estimating(Work):
                 worker = await self.reach_decoder()
                 stage = "decode_media"
                 for medium in self.media:
-                    self.start(medium.run())
+                    self.start(medium.run)
                 if self.media:
                     await self._sized
                 stage = "prefill"

@@ -118,7 +118,7 @@ def _check_prompt(prompt: pb.Prompt) -> Iterator[int]:
         raise InvalidRequest(
             "TEXT_TOO_LARGE",
             f"the prompt has {size} bytes of text, {MAX_TEXT_BYTES} are allowed",
-            facts={"bytes": size, "limit": MAX_TEXT_BYTES},
+            facts={"bytes": size, "limit": MAX_TEXT_BYTES, "cause": "size"},
         )
     empty = True
     for path, part in parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from chiasm.errors import ConnectionFailed, StatusError
@@ -69,7 +69,7 @@ class Work:
         """Seconds that a worker is given."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0) + SLACK
 
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         """Runs a part of the request. What goes wrong in it ends all of it, through `failed`."""
         task = asyncio.create_task(self._guard(work))
         self._tasks.add(task)
@@ -85,9 +85,9 @@ class Work:
         """A part of the request went wrong."""
         raise NotImplementedError
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()
         except Exception as error:
             await self.failed(self._with_item(error))
 

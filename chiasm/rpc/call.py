@@ -3,7 +3,7 @@
 What is called is the caller's business, and so are deadlines: the stub's method takes both. Requests of a stream are
 given here and not to the stub. gRPC's own task that reads them outlives a call that the server ends, turns what goes
 wrong in them into a cancellation without a cause, and puts INTERNAL in the place of a refusal that comes while requests
-are still being sent.
+are still being sent. (Interceptors of calls that stream requests bring that task back: channels of workers have none.)
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ DIGITS = "9 5 5"
 
 def ask(served: Served) -> dict[str, object]:
     done = run("ask", "--target", served.target, "--json", "Read the digits.", CLIP)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (done.stderr, [said for said in served.records if said["level"] == "error"])
     said: dict[str, object] = json.loads(done.stdout)
     return said
 
@@ -123,8 +123,8 @@ def test_the_banner_ends_with_what_to_do_next_and_ctrl_c_ends_everything(tmp_pat
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_sweeps_what_it_left() -> None:
     first = Served("digits", "--listen", "127.0.0.1:0")
     try:
-        folder, pids = first.folder, [first.pid(role) for role in ("encoder-0", "decoder-0", "router")]
         assert first.target
+        folder, pids = first.folder, [first.pid(role) for role in ("encoder-0", "decoder-0", "router")]
     finally:
         first.process.kill()
         first.stop()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from chiasm.cache.arena import ArenaStore
@@ -17,6 +18,7 @@ from chiasm.errors import ServerError
 from chiasm.local import LocalService
 from tests import digits
 from tests.asking import ask, question, running, video
+from tests.decoder_service.halves import CLOSE, halves, sized
 from tests.e2e.test_requests import settled
 
 
@@ -109,6 +111,19 @@ class Recording(ArenaStore):
             self.losing -= 1
             await self.discard(key)
         return await super().get(key, place)
+
+
+async def test_units_that_are_announced_twice_or_do_not_fit_leave_no_pin() -> None:
+    """The store of `halves` holds no pin at its end."""
+    frames = [digits.frame(cells, np.random.default_rng(1)) for cells, _ in digits.held_out_digits()[:3]]
+    async with halves() as system:
+        twice = [*await system.ready(frames), *await system.ready(frames)]
+        told = await system.told(system.opened(0, "Read the digits."), sized(3), *twice, CLOSE)
+        assert told.finished is not None
+        wrong = await system.ready(frames)
+        with pytest.raises(ServerError) as caught:
+            await system.told(system.opened(0, "Read the digits."), sized(3, side=8), *wrong, CLOSE)
+        assert caught.value.reason == "FEATURE_COUNT_MISMATCH"
 
 
 @pytest.mark.parametrize("losing", [0, 3])
