@@ -1,70 +1,29 @@
-"""`python -m encoder_service`: one encoder as a process. See `chiasm.rpc.process` for its life."""
+"""`python -m encoder_service`: one encoder as a process. See `chiasm.rpc.process` for its life.
+
+Importing torch takes seconds. What can be refused without it is refused before.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from chiasm.cache.arena import ArenaStore
-from chiasm.media.sandbox import Sandbox
-from chiasm.media.types import Limits
-from chiasm.models.family import EncoderHalf
-from chiasm.models.loading import followed, place, region
-from chiasm.models.registry import Model, open_model
 from chiasm.rpc.process import Process, run
-from chiasm.rpc.replica import replica
-from chiasm.rpc.turns import Turns
-from chiasm.rpc.v1 import encoder_pb2_grpc
-from chiasm.settings import read_secret
-from encoder_service.engine import EncoderEngine
-from encoder_service.metrics import collector
-from encoder_service.servicer import EncoderServicer
 from encoder_service.settings import EncoderSettings
 
 
 @asynccontextmanager
 async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[None]:
-    secret = read_secret(settings.workers_secret_file)
-    with closing(await asyncio.to_thread(region, settings)) as shared:
-        model, half = await asyncio.to_thread(_load, settings, process)
-        engine = EncoderEngine(
-            half,
-            model.processor,
-            fingerprint=model.checkpoint.fingerprint,
-            store=ArenaStore(shared),
-            workers_secret=secret,
-            max_patches=settings.max_patches,
-        )
-        limits = Limits()
-        try:
-            async with Sandbox(workers=settings.media_workers, limits=limits) as sandbox:
-                servicer = EncoderServicer(
-                    engine,
-                    sandbox,
-                    name=model.name,
-                    family=model.family.name,
-                    limits=limits,
-                    lease=settings.lease_seconds,
-                    me=replica(device=settings.device, arena_id=shared.arena_id),
-                    turns=Turns(max_running=settings.max_running, max_waiting=settings.max_waiting),
-                    draining=lambda: process.draining,
-                )
-                process.registry.register(collector(servicer))
-                process.server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, servicer)
-                yield
-        finally:
-            await engine.close()
+    served = await asyncio.to_thread(_imported)
+    async with served(settings, process):
+        yield
 
 
-def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHalf]:
-    device, dtype = place(settings.device, settings.dtype)
-    model = open_model(settings.model)
-    model.name = settings.name or model.name
-    with followed(model, "encoder", lambda done, total: process.loading(model.name, done, total)):
-        half = model.encoder(device=device, dtype=dtype)
-        assert model.checkpoint.fingerprint
-    return model, half
+def _imported() -> Callable[[EncoderSettings, Process], AbstractAsyncContextManager[None]]:
+    from encoder_service import serving
+
+    return serving.serve
 
 
 if __name__ == "__main__":

@@ -1,28 +1,32 @@
-"""Says whether the commands that README.md shows exist.
+"""Says whether the commands that README.md and the pages under docs/ show exist.
 
 A command is a line that begins with `$ ` inside a fenced `console` block. It must be a target of the Makefile, a verb
 of the installed `chiasm` whose `--help` works, a module that `python -m` finds, or a tool the reader brings (`docker`).
-With `--run` the cheap ones, which neither install nor serve, are also carried out.
+Flags of `chiasm` and of the roles must be ones that `--help` lists. With `--run` the cheap commands, which neither
+install nor serve, are also carried out.
 
-    python -m tools.check_readme [--run] [FILE]
+    python -m tools.check_readme [--run] [FILE…]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"^([a-z][a-z0-9-]*):", re.MULTILINE)
 # Programs this repository does not own: that they are spelt right is all that can be said here.
-BROUGHT = {"docker", "git", "cd", "pip", "python3", "export", "source", "."}
+BROUGHT = {"docker", "git", "cd", "pip", "python3", "export", "source", ".", "openssl", "chmod"}
+ROLES = {"encoder_service", "decoder_service", "router"}
 CHEAP = {("chiasm", "--version"), ("chiasm", "doctor"), ("chiasm", "demo"), ("make", "help")}
 
 
@@ -68,41 +72,66 @@ def fault(words: list[str], targets: set[str], binaries: Path) -> str | None:
             found = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             found = None
+        if found and name in ROLES:
+            return _unlisted((str(binaries / "python"), "-m", name), words[3:])
         return None if found else f"no such module: {name}"
     if program == "chiasm":
         verb = [word for word in words[1:2] if not word.startswith("-")]
-        result = subprocess.run(
-            [binaries / "chiasm", *verb, "--help"], capture_output=True, text=True, timeout=120, check=False
-        )
-        return None if result.returncode == 0 else f"`chiasm {' '.join(verb)} --help` exits {result.returncode}"
+        return _unlisted((str(binaries / "chiasm"), *verb), words[1:])
     if program in BROUGHT or (binaries / program).exists():
         return None
     return "neither a target, a verb, a module nor a tool of this environment"
 
 
+@cache
+def _help(command: tuple[str, ...]) -> tuple[int, str]:
+    # Wide, or the flags of a narrow terminal are cut.
+    done = subprocess.run(
+        [*command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "250", "TERMINAL_WIDTH": "250"},
+    )
+    return done.returncode, done.stdout
+
+
+def _unlisted(command: tuple[str, ...], words: list[str]) -> str | None:
+    """What is wrong with the flags among `words`, by what the command says of itself."""
+    status, text = _help(command)
+    if status:
+        return f"`{Path(command[0]).name} {' '.join(command[1:])} --help` exits {status}"
+    known = set(re.findall(r"--[a-z][a-z-]*", text))
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    return f"no such flag: {', '.join(unknown)}" if unknown else None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "README.md")
+    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))])
     parser.add_argument("--run", action="store_true", help="carry out the cheap commands as well")
     options = parser.parse_args()
     binaries = Path(sys.executable).parent
     targets = set(TARGET.findall((ROOT / "Makefile").read_text()))
     sys.path.insert(0, str(ROOT))
     count = faults = 0
-    for words in commands(options.file.read_text()):
-        count += 1
-        found = fault(words, targets, binaries)
-        if found is None and options.run and tuple(words[:2]) in CHEAP:
-            program = [str(binaries / words[0])] if words[0] == "chiasm" else [words[0]]
-            done = subprocess.run([*program, *words[1:]], cwd=ROOT, capture_output=True, timeout=600, check=False)
-            found = f"exits {done.returncode}" if done.returncode else None
-        if found:
-            faults += 1
-            print(f"{options.file.name}: {shlex.join(words)}: {found}", file=sys.stderr)
+    for file in options.files:
+        for words in commands(file.read_text()):
+            count += 1
+            found = fault(words, targets, binaries)
+            if found is None and options.run and tuple(words[:2]) in CHEAP:
+                program = [str(binaries / words[0])] if words[0] == "chiasm" else [words[0]]
+                done = subprocess.run([*program, *words[1:]], cwd=ROOT, capture_output=True, timeout=600, check=False)
+                found = f"exits {done.returncode}" if done.returncode else None
+            if found:
+                faults += 1
+                print(f"{file.name}: {shlex.join(words)}: {found}", file=sys.stderr)
     if count == 0:
-        print(f"{options.file.name} shows no command", file=sys.stderr)
+        print("no command is shown", file=sys.stderr)
         return 1
-    print(f"{options.file.name}: {count} commands, {faults} faults")
+    print(f"{count} commands, {faults} faults")
     return 1 if faults else 0
 
 

@@ -19,6 +19,8 @@ from chiasm.cli.telling import line, ms, size
 LIFE: Final = frozenset({"starting", "loading", "listening", "ready", "draining", "stopped"})
 """Events of every role's life, which people see in other words."""
 
+EXAMPLE: Final = '"What happens?" clip.mp4'
+
 FRONT: Final = "router"
 """The role that drains for the callers to see."""
 
@@ -39,11 +41,13 @@ class Board:
     """Tells records to a person.
 
     Args:
+        example: a question and a file, as one would type them.
         quiet: shows loading and what goes wrong, and no other line of a log.
     """
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console, *, example: str = EXAMPLE, quiet: bool = False) -> None:
         self._console = console
+        self._example = example
         self._quiet = quiet
         self._up = False
         self._bars: Progress | None = None
@@ -74,7 +78,8 @@ class Board:
         elif said["role"] == ROLE:
             self._up = True
             self.close()
-            self._console.print(ready_line(str(said["target"]), float(said["seconds"])), style="bold")
+            ready = ready_line(str(said["target"]), float(said["seconds"]), self._example)
+            self._console.print(ready, style="bold")
         else:
             self._console.print(line(str(said["role"]), "ready", f"after {ms(float(said['seconds']))}"), style="dim")
 
@@ -110,10 +115,10 @@ class Board:
             self._console.print(str(exception), style="dim")
 
 
-def ready_line(target: str, seconds: float) -> str:
+def ready_line(target: str, seconds: float, example: str = EXAMPLE) -> str:
     """The last line before the log: what to do next."""
     host, _, port = target.rpartition(":")
     if host in ("0.0.0.0", "[::]", "127.0.0.1"):
         target = f"localhost:{port}"
     elsewhere = "" if target == f"localhost:{LISTEN.rpartition(':')[2]}" else f" --target {target}"
-    return f'ready in {seconds:.1f} s · try: chiasm ask{elsewhere} "What happens?" clip.mp4'
+    return f"ready in {seconds:.1f} s · try: chiasm ask{elsewhere} {example}"

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
 from chiasm import __version__
 from chiasm.cli import interrupts
-from chiasm.cli.board import ROLE, Board, as_json
+from chiasm.cli.board import EXAMPLE, ROLE, Board, as_json
 from chiasm.cli.child import Tell, record
 from chiasm.cli.failure import facts
 from chiasm.cli.interrupts import Interrupts
+from chiasm.cli.subject import choose
 from chiasm.cli.system import Options, arena_bytes, check_listen, cores, running, threads
 from chiasm.cli.telling import line, size
 from chiasm.cli.weights import parameters
-from chiasm.errors import ChiasmError
+from chiasm.errors import ChiasmError, InvalidRequest
 
 NOT_SAFE = "anyone who reaches this address can use the model: neither keys nor TLS are built yet"
 
@@ -35,7 +38,7 @@ def run(options: Options, console: Console, *, json_log: bool) -> None:
     """
     addresses = [address for address in (options.listen, options.http) if address is not None]
     reachable = [address for address in addresses if check_listen(address, insecure=options.insecure)]
-    board = Board(console)
+    board = Board(console, example=example(options.folder))
     if not json_log:
         banner(options, console)
     try:
@@ -52,6 +55,16 @@ async def _serve(options: Options, tell: Tell, reachable: list[str], signals: In
     async with running(options, tell, signals) as system:
         tell(say("ready", level="info", target=system.target, seconds=round(system.seconds, 3)))
         await system.supervisor.wait()
+
+
+def example(folder: Path) -> str:
+    """A question and a file for this model, as one would type them: one that comes with it, where there is one."""
+    try:
+        subject = choose(None, None, str(folder))
+    except InvalidRequest:
+        return EXAMPLE
+    path, here = subject.path, Path.cwd()
+    return f'"{subject.question}" {shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))}'
 
 
 def log_failure(error: ChiasmError | OSError) -> None:

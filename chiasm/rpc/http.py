@@ -79,7 +79,7 @@ class PlainPort:
                 handler_class=_Silent,
             )
         except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {self.address}: {error.strerror}") from error
+            raise OSError(error.errno, f"cannot listen: {error.strerror}", self.address) from error
         self.address = f"{host}:{self._server.server_port}"
         self._heart = asyncio.create_task(self._beating())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL,), name="http", daemon=True)

@@ -14,11 +14,13 @@ call has ended:
         run("router", RouterSettings, serve, message_bytes=limits.CLIENT_MESSAGE_BYTES)
 
 It logs, in this order: `starting` {role, version, pid}, `loading` {model, done, total} as often as the role says so,
-`listening` {target, http}, `ready` {target, http, seconds} when nothing is `missing` for the first time, `draining`
-{seconds}, `stopped`. The address is taken before the role is entered, so that one which is in use is told at once. The
-plain port answers from the beginning. A signal (SIGTERM, SIGINT) or, when supervised, the end of standard input makes
-the process drain: it is not ready, takes no new call, gives the running ones `drain_seconds`, and ends with 0. A second
-signal cuts that short. A process that hangs meanwhile ends itself with 1.
+`listening` {target, http}, `ready` {target, http, seconds} when nothing is `missing` for the first time (after that
+`not ready` {missing} and `ready again`), `draining` {seconds}, `stopped`.
+
+The address is taken before the role is entered, so that one which is in use is told at once. The plain port answers
+from the beginning. A signal (SIGTERM, SIGINT) or, when supervised, the end of standard input makes the process drain:
+it is not ready, takes no new call, gives the running ones `drain_seconds`, and ends with 0. A second signal cuts that
+short. A process that hangs meanwhile ends itself with 1.
 
 What cannot work (settings, an address, a checkpoint) is told in three lines and ends with 2; a fault that nobody
 foresaw is logged with its traceback and ends with 1. It knows nothing of models, media and requests.
@@ -27,6 +29,7 @@ foresaw is logged with its traceback and ends with 1. It knows nothing of models
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -95,9 +98,10 @@ class Process:
         self._stalled = stalled
         self._overtime = overtime
         self._began = time.monotonic()
-        self._missing = {_STARTING}
+        self._missing = frozenset({_STARTING})  # replaced, never changed: the plain port reads it in its threads
         self._http = "none"
         self.listening = False
+        self._ready = False
         self._was_ready = False
         self._task: asyncio.Task[object] | None = None
         self._ending = asyncio.Event()
@@ -118,10 +122,7 @@ class Process:
     async def require(self, what: str, *, there: bool) -> None:
         """Says whether something that calls need is there, for example `an encoder`. A process that lacks anything is
         alive and not ready."""
-        if there:
-            self._missing.discard(what)
-        else:
-            self._missing.add(what)
+        self._missing = self._missing - {what} if there else self._missing | {what}
         await self._tell()
 
     def loading(self, model: str, done: int, total: int) -> None:
@@ -178,7 +179,7 @@ class Process:
     async def _serve(self, settings: RoleSettings) -> None:
         self.listening = True  # before it is true: a server that is interrupted while it starts cannot be stopped
         await self.server.start()
-        self._missing.discard(_STARTING)
+        self._missing -= {_STARTING}
         _log.info("listening", extra={"target": self.server.target, "http": self._http})
         await self._tell()
         await self._ending.wait()
@@ -190,9 +191,12 @@ class Process:
         ready = not self._missing
         await self.server.set_ready(ready)
         if ready and not self._was_ready:
-            self._was_ready = True
             seconds = round(time.monotonic() - self._began, 3)
             _log.info("ready", extra={"target": self.server.target, "http": self._http, "seconds": seconds})
+        elif self._was_ready and ready != self._ready and not self.draining:
+            _log.info("ready again" if ready else "not ready", extra={"missing": list(self.missing)})
+        self._ready = ready
+        self._was_ready |= ready
 
 
 def run(
@@ -252,7 +256,9 @@ def lines(error: ChiasmError | OSError) -> tuple[str, str, str]:
         fix = "--model takes digits, the folder of a checkpoint, or a hub name (owner/name)"
     elif isinstance(error, OSError):
         what, where = error.strerror or str(error), str(error.filename or type(error).__name__)
-        fix = "choose another address with --listen or --http, or end who has it"
+        taken = error.errno == errno.EADDRINUSE
+        another = "choose another with --listen or --http"
+        fix = f"{another}, or end who has it" if taken else another
     else:
         what = error.message if isinstance(error, StatusError) else str(error)
         where, fix = error.reason, _FIXES.get(error.reason, "change what it names, and start again")

@@ -7,8 +7,10 @@ It knows nothing of what it serves.
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar
@@ -99,7 +101,7 @@ class Server:
             else:
                 self.port = self._server.add_secure_port(self._address, self._credentials)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._address}") from error
+            raise _refused(self._address) from error
         if self._socket:
             self._socket.take()
         return self.port
@@ -157,6 +159,18 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+
+def _refused(address: str) -> OSError:
+    """Why an address cannot be had. gRPC does not say; a socket that tries the same does."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except (OSError, ValueError) as error:
+        number, why = getattr(error, "errno", errno.EINVAL), getattr(error, "strerror", str(error))
+        return OSError(number, f"cannot listen: {why}", address)
+    return OSError(errno.EADDRNOTAVAIL, "cannot listen", address)
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # its package has no types

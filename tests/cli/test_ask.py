@@ -118,9 +118,12 @@ def test_ctrl_c_cancels_the_request(served: Served) -> None:
             text=True,
         )
         with process:
-            until(lambda: waits_in_a_call(served))
-            process.send_signal(signal.SIGINT)
-            said, told = process.communicate(timeout=40)
+            try:
+                until(lambda: waits_in_a_call(served))
+                process.send_signal(signal.SIGINT)
+                said, told = process.communicate(timeout=40)
+            finally:
+                process.kill()
     finally:
         os.kill(encoder, signal.SIGCONT)
     assert (process.returncode, said) == (130, "")

@@ -62,11 +62,10 @@ def test_what_is_wrong_is_told_with_what_should_be_and_what_mends_it() -> None:
     [([Status.OK], 0), ([Status.OK, Status.WARN], 1), ([Status.WARN, Status.FAIL, Status.OK], 2)],
 )
 def test_the_worst_finding_decides_the_exit_code(
-    statuses: list[Status], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    statuses: list[Status], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = [lambda status=status: Finding("g", "n", status, "f", "e", "x") for status in statuses]
-    monkeypatch.setattr(doctor, "_CHECKS", checks)
-    assert doctor.run(as_json=False) == code
+    assert doctor.run(as_json=False, checks=checks) == code
     assert capsys.readouterr().out.startswith("chiasm ")
 
 
@@ -113,9 +112,11 @@ async def test_a_port_is_free_or_taken_by_somebody_who_is_named() -> None:
         assert f"process {os.getpid()}" in found.found
 
 
-def test_a_program_that_cannot_be_asked_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "_CODECS", "raise ImportError('libav is missing')")
-    found = media.codecs()
+def test_a_program_that_cannot_be_asked_is_a_failure() -> None:
+    found = media.codecs("raise ImportError('libav is missing')")
     assert (found.status, found.found) == (Status.FAIL, "ImportError: libav is missing")
-    monkeypatch.setattr(media, "_SANDBOX", 'print(\'{"filter": false, "network": true}\')')
-    assert media.sandbox().status is Status.WARN
+    lacking = {"av": "18", "video": {"h264": True, "av1": False}, "picture": {"webp": True}}
+    found = media.codecs(f"import json; print(json.dumps({lacking!r}))")
+    assert (found.status, found.found) == (Status.WARN, "PyAV 18: without av1")
+    assert media.sandbox("raise SystemExit(3)").status is Status.FAIL
+    assert media.sandbox("""print('{"filter": false, "network": true}')""").status is Status.WARN

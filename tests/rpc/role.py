@@ -64,7 +64,8 @@ def _load(process: Process) -> None:
 
 
 async def _find(process: Process) -> None:
-    await process.require("an encoder", there=True)
+    for there in (True, False, True):
+        await process.require("an encoder", there=there)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,10 @@ async def test_it_is_ready_when_all_it_needs_is_there() -> None:
         assert fetch(listening["http"], "/readyz").told["missing"] == ["an encoder"]
         assert fetch(listening["http"], "/healthz").status == 200
         ready = await running.logged("ready")
+        assert (await running.logged("not ready"))["missing"] == ["an encoder"]
+        await running.logged("ready again")
         assert fetch(ready["http"], "/readyz").status == 200
-    assert running.events == ["starting", "listening", "ready"]
+    assert running.events == ["starting", "listening", "ready", "not ready", "ready again"]
 
 
 async def test_the_plain_port_answers_while_it_loads(tmp_path: Path) -> None:

@@ -406,9 +406,16 @@ async def quick_failure(channel: grpc.aio.Channel) -> ChiasmError | None:
 async def test_a_port_in_use_is_an_error() -> None:
     async with Server() as first:
         second = Server(first.target)
-        with pytest.raises(OSError, match="cannot listen"):
+        with pytest.raises(OSError, match="cannot listen: Address already in use") as caught:
             await second.start()
+        assert (caught.value.errno, caught.value.filename) == (errno.EADDRINUSE, first.target)
         await second.stop()
+
+
+@pytest.mark.parametrize("address", ["203.0.113.7:0", "no-such-host.invalid:0", "127.0.0.1:words", "nothing"])
+async def test_an_address_that_is_none_of_this_machine_is_an_error(address: str) -> None:
+    with pytest.raises(OSError, match="cannot listen: "):
+        Server(address).bind()
 
 
 async def test_a_socket_file_is_served_and_only_its_owner_may_connect(tmp_path: Path) -> None:

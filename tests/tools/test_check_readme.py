@@ -45,6 +45,11 @@ def test_commands_are_the_prompt_lines_of_console_blocks() -> None:
         (["docker", "compose", "up"], True),
         (["pytest", "tests"], True),
         (["chiasm-no-such-program"], False),
+        (["chiasm", "serve", "digits", "--listen", "127.0.0.1:0"], True),
+        (["chiasm", "serve", "digits", "--listne", "127.0.0.1:0"], False),
+        (["chiasm", "no-such-verb"], False),
+        (["python", "-m", "router", "--encoders=127.0.0.1:1"], True),
+        (["python", "-m", "router", "--no-such-flag"], False),
     ],
 )
 def test_a_command_that_does_not_exist_is_a_fault(words: list[str], right: bool) -> None:

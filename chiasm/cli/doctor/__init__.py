@@ -13,15 +13,15 @@ from dataclasses import asdict
 
 from chiasm import __version__
 from chiasm.cli.doctor import machine, media, software
-from chiasm.cli.doctor.finding import Finding, Status
+from chiasm.cli.doctor.finding import Check, Finding, Status
 
 _EXIT = {Status.OK: 0, Status.WARN: 1, Status.FAIL: 2}
-_CHECKS = (*software.CHECKS, *media.CHECKS, *machine.CHECKS)
+CHECKS: tuple[Check, ...] = (*software.CHECKS, *media.CHECKS, *machine.CHECKS)
 
 
-def run(*, as_json: bool) -> int:
+def run(*, as_json: bool, checks: Sequence[Check] = CHECKS) -> int:
     """The command. Returns the exit code: 0, 1 for warnings, 2 for failures."""
-    findings = examine()
+    findings = examine(checks)
     worst = max((_EXIT[finding.status] for finding in findings), default=0)
     if as_json:
         print(json.dumps({"version": __version__, "exit": worst, "checks": [asdict(finding) for finding in findings]}))
@@ -30,10 +30,10 @@ def run(*, as_json: bool) -> int:
     return worst
 
 
-def examine() -> list[Finding]:
+def examine(checks: Sequence[Check]) -> list[Finding]:
     """Looks at everything, side by side: some of it waits for processes."""
     with ThreadPoolExecutor(max_workers=8) as pool:
-        return list(pool.map(lambda check: check(), _CHECKS))
+        return list(pool.map(lambda check: check(), checks))
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -39,8 +39,9 @@ print(json.dumps({"filter": status.get("Seccomp") == "2", "network": os.readlink
 """
 
 
-def codecs() -> Finding:
-    said = _ask(_CODECS)
+def codecs(program: str = _CODECS) -> Finding:
+    """Whether what people have can be decoded."""
+    said = _ask(program)
     if isinstance(said, str):
         return Finding(GROUP, "codecs", Status.FAIL, said, "PyAV and Pillow", REINSTALL)
     has = said["video"] | said["picture"]
@@ -56,9 +57,9 @@ def codecs() -> Finding:
     )
 
 
-def sandbox() -> Finding:
+def sandbox(program: str = _SANDBOX) -> Finding:
     """Whether the process that reads strangers' files can be confined. It reads nothing if it cannot."""
-    said = _ask(_SANDBOX)
+    said = _ask(program)
     if isinstance(said, str):
         fix = "allow seccomp in the container (docker: not --security-opt seccomp=… that refuses prctl)"
         return Finding(GROUP, "sandbox", Status.FAIL, said, "a process that can be confined", fix)

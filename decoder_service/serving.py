@@ -1,0 +1,69 @@
+"""A decoder put together from its settings: region, half of the model, servicer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+
+from chiasm.cache.arena import ArenaStore
+from chiasm.models.loading import followed, place, region
+from chiasm.models.registry import Model, open_model
+from chiasm.rpc.process import Process
+from chiasm.rpc.replica import replica
+from chiasm.rpc.turns import Turns
+from chiasm.rpc.v1 import decoder_pb2_grpc
+from chiasm.settings import read_secret
+from decoder_service.engine import DecoderEngine, token_bytes
+from decoder_service.metrics import collector
+from decoder_service.model import DecoderModel
+from decoder_service.servicer import DecoderServicer
+from decoder_service.settings import DecoderSettings
+
+
+@asynccontextmanager
+async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[None]:
+    """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
+    secret = read_secret(settings.workers_secret_file)
+    with closing(await asyncio.to_thread(region, settings)) as shared:
+        model, engine = await asyncio.to_thread(_load, settings, process)
+        decoder = DecoderModel(
+            engine,
+            model.prompt(),
+            fingerprint=model.checkpoint.fingerprint,
+            store=ArenaStore(shared),
+            workers_secret=secret,
+            max_rows=settings.max_rows,
+        )
+        try:
+            servicer = DecoderServicer(
+                decoder,
+                name=model.name,
+                family=model.family.name,
+                me=replica(device=settings.device, arena_id=shared.arena_id),
+                turns=Turns(max_waiting=settings.max_waiting),
+                draining=lambda: process.draining,
+            )
+            process.registry.register(collector(servicer))
+            process.server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, servicer)
+            yield
+        finally:
+            await decoder.close()
+
+
+def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEngine]:
+    device, dtype = place(settings.device, settings.dtype)
+    model = open_model(settings.model)
+    model.name = settings.name or model.name
+    with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total)):
+        half = model.decoder(device=device, dtype=dtype)
+        assert model.checkpoint.fingerprint
+    wanted = 4 * half.max_positions
+    per_text, per_visual = token_bytes(half)
+    engine = DecoderEngine(
+        half,
+        model.processor,
+        text_tokens=settings.text_tokens or min(wanted, settings.pool_bytes // per_text),
+        visual_tokens=settings.visual_tokens or min(wanted, settings.pool_bytes // per_visual),
+    )
+    return model, engine

@@ -1,0 +1,92 @@
+"""Where a model runs, and how far its loading is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chiasm.errors import Cancelled, Unsupported
+from chiasm.models.checkpoint import Checkpoint, split
+from chiasm.models.loading import followed, place, region
+from chiasm.models.registry import Model, find, open_model
+from chiasm.models.weights import HalfName
+from chiasm.settings import SettingsError, WorkerSettings
+
+
+def test_a_place_is_a_device_and_a_type_by_their_names() -> None:
+    assert place("cpu", None) == (torch.device("cpu"), torch.float32)
+    assert place("cpu", "bfloat16") == (torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus", "meta"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(SettingsError, match=device) as caught:
+        place(device, None)
+    assert caught.value.where == "--device"
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+def test_every_byte_that_is_read_is_told_and_read_once(half: HalfName) -> None:
+    model = open_model("digits")
+    told: list[tuple[int, int]] = []
+    with followed(model, half, lambda done, total: told.append((done, total))):
+        (model.encoder if half == "encoder" else model.decoder)()
+        assert model.checkpoint.fingerprint
+    tensors = model.checkpoint.tensors
+    total = tensors.nbytes(model.weights.names(half)) + sum(tensor.nbytes for tensor in tensors.values())
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert sum(done < total for done, _ in told) > len(tensors) // 2, "it is told as it goes, not at the end"
+
+
+def test_a_half_whose_fingerprint_is_written_beside_it_is_read_once(tmp_path: Path) -> None:
+    whole = open_model("digits")
+    split(Checkpoint(find("digits")), whole.weights.names("encoder"), tmp_path / "half")
+    model = Model(tmp_path / "half")
+    told: list[int] = []
+    with followed(model, "encoder", lambda done, total: told.append(total)):
+        assert model.checkpoint.fingerprint == whole.checkpoint.fingerprint
+    assert told[0] == model.checkpoint.tensors.nbytes()
+
+
+def test_loading_ends_with_what_is_raised_while_it_is_followed() -> None:
+    model = open_model("digits")
+    seen: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append(done)
+        if done:
+            raise Cancelled("told to")
+
+    with pytest.raises(Cancelled), followed(model, "decoder", stop):
+        model.decoder()
+    assert len(seen) == 2
+    model.decoder()  # nobody follows any more
+
+
+def test_looking_for_a_tensor_does_not_read_it() -> None:
+    tensors = open_model("digits").checkpoint.tensors
+    read: list[int] = []
+    tensors.on_read = read.append
+    name = next(iter(tensors))
+    assert name in tensors
+    assert "none" not in tensors
+    assert not read
+    assert tensors[name].nbytes == tensors.nbytes([name, "none"]) == read[0]
+
+
+def test_the_region_is_made_only_if_its_size_is_said(tmp_path: Path) -> None:
+    def settings(**more: int) -> WorkerSettings:
+        given = {"model": "digits", "arena": tmp_path / "arena", "workers_secret_file": tmp_path / "none", **more}
+        return WorkerSettings.model_validate(given)
+
+    with pytest.raises(Unsupported, match="there is no arena"):
+        region(settings())
+    made = region(settings(arena_bytes=1 << 20))
+    opened = region(settings())
+    assert made.arena_id == opened.arena_id
+    opened.close()
+    made.close()
