@@ -162,6 +162,8 @@ class Encoding:
                     self._on(call, response, first=first)
         except LOST as error:
             self._request.lost(worker)
+            if call.ended:
+                return True  # all was said; what it pinned is the decoder's to give back
             self._losses += error.reason != "DRAINING"  # which is said by a worker that has not begun
             if self._losses >= EXECUTIONS:
                 raise Unavailable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 
+from chiasm.errors import Unavailable
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -31,9 +32,14 @@ async def _goes_on(meddle: Meddle, number: int, response: epb.EncodeResponse | d
 
 
 class MeddledEncoder:
-    """`EncoderCalls` through `meddle`."""
+    """`EncoderCalls` through `meddle`.
+
+    Attributes:
+        dies_at_the_end: every call breaks when all was said and all is attached.
+    """
 
     def __init__(self, calls: EncoderCalls, meddle: Meddle) -> None:
+        self.dies_at_the_end = False
         self._calls = calls
         self._meddle = meddle
         self.calls = 0
@@ -56,6 +62,8 @@ class MeddledEncoder:
                 if not await _goes_on(self._meddle, number, response):
                     return
                 yield response
+        if self.dies_at_the_end:
+            raise Unavailable("CONNECTION_LOST", "the connection broke before the stream had ended")
 
     async def _noted(self, requests: AsyncIterator[epb.EncodeRequest]) -> AsyncIterator[epb.EncodeRequest]:
         async for request in requests:

@@ -19,7 +19,7 @@ from tests.asking import ask, forget, image, question, running, video
 from tests.decoder_service.test_entries import Meddling
 from tests.e2e.test_requests import settled
 from tests.encoder_service.test_engine import until
-from tests.router.scripted import Meddle, MeddledFleet, answer
+from tests.router.scripted import Meddle, MeddledEncoder, MeddledFleet, answer
 
 STAGES_OF_AN_ENCODING = ["probed", "sized", "ready", "end"]
 
@@ -147,6 +147,19 @@ async def test_units_that_a_lost_encoder_had_announced_are_not_encoded_again() -
         assert wanted == set(range(len(clip.digits))) - set(seen[:3])
         assert not fleet.encoders.goes[-1].afresh, "what the store holds is taken from it"
         await forget(service)
+
+
+async def test_an_encoder_lost_after_its_last_word_is_not_replaced() -> None:
+    clip = digits.shipped_clips()[-1]
+    async with running() as service:
+        fleet = MeddledFleet(service)
+        encoder = await fleet.encoder(fleet.served, await fleet.decoder(fleet.served), hint=b"")
+        assert isinstance(encoder.calls, MeddledEncoder)
+        encoder.calls.dies_at_the_end = True
+        got = await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
+        assert got.text == clip.answer and len(got.media) == 1 and encoder.calls.calls == 1
+        assert len(fleet.lost_workers) == 1
+        await settled(service)
 
 
 async def test_a_medium_that_ends_two_encoders_is_not_given_to_a_third() -> None:
