@@ -9,6 +9,7 @@ has begun to answer, which it does only when every medium was decoded to its end
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
@@ -26,12 +27,18 @@ from router.fleet import DecoderWorker, Fleet, Served
 from router.media import Source
 from router.work import Work
 
+_log = logging.getLogger(__name__)
+
 INITIAL_CREDIT: Final = 64 << 20
 """Bytes of entries a medium may have pinned before any is attached; one unit always passes."""
 
 DECODERS: Final = 2
 """Decoders that may be lost over one request before its first token. After it nothing is tried again: tokens are
 out."""
+
+ACCOUNT_SECONDS: Final = 5.0
+"""How long a finished answer waits for the encoders' last words. They have nothing left to do but to say them; no answer
+is lost because an encoder is at that moment."""
 
 AHEAD: Final = 64
 """Events that wait for a client. Then the decoder waits too."""
@@ -71,6 +78,7 @@ class Coordinator(Work):
         self._admitted = False
         self._began = False
         self._tokens = 0
+        self._answered = False
 
     async def run(self) -> AsyncGenerator[rpb.GenerateResponse, None]:
         """The events of the answer. Closing it cancels every call of the request.
@@ -95,7 +103,10 @@ class Coordinator(Work):
             raise DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage) from None
 
     async def failed(self, error: Exception) -> None:
-        await self._events.put(error)
+        if not self._answered:
+            await self._events.put(error)
+        for medium in self.media:
+            medium.accounted.set()  # nobody waits for what will not come
 
     @property
     def stage(self) -> str:
@@ -198,10 +209,17 @@ class Coordinator(Work):
         elif which == "visible":
             await self._events.put(rpb.GenerateResponse(visible=response.visible))
         elif which == "finished":
-            await self._events.put(rpb.GenerateResponse(finished=self._accounted(response.finished)))
+            await self._events.put(rpb.GenerateResponse(finished=await self._accounted(response.finished)))
 
-    def _accounted(self, finished: pb.Finished) -> pb.Finished:
-        """With what only the encoders know."""
+    async def _accounted(self, finished: pb.Finished) -> pb.Finished:
+        """With what only the encoders know, and may not have said yet: a decoder is quick with a short answer."""
+        self._answered = True
+        try:
+            async with asyncio.timeout(ACCOUNT_SECONDS):
+                for medium in self.media:
+                    await medium.accounted.wait()
+        except TimeoutError:
+            _log.warning("unaccounted", extra={"request_id": self._request.request_id})
         finished.usage.media.extend(m.usage for m in self.media if m.usage is not None)
         for name in ("decode_media", "encode"):
             spent = sum(to_seconds(getattr(m.times, name)) for m in self.media)

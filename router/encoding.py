@@ -60,6 +60,7 @@ class Encoding:
         sized: what the units are, as far as is known; None before.
         announced: the newest announcement of each unit.
         usage, times: of the encoder that came to the end.
+        accounted: set when they are there.
     """
 
     def __init__(self, request: Request, slot: int, item: str, source: Source) -> None:
@@ -72,6 +73,7 @@ class Encoding:
         self.announced: dict[int, epb.EncodeReady] = {}
         self.usage: pb.MediaUsage | None = None
         self.times = pb.StageTimes()
+        self.accounted = asyncio.Event()
         self._revision = 0
         self._cached = 0
         self._attempt = 0
@@ -202,6 +204,7 @@ class Encoding:
             if self.usage.HasField("units_cached"):
                 self.usage.units_cached = self._cached  # by all calls together
             self.times = response.end.times
+            self.accounted.set()
 
     def _on_sized(self, sized: epb.EncodeSized) -> None:
         if self.sized is not None and self.sized.final:

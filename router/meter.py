@@ -1,7 +1,9 @@
-"""What a router counts: requests, their outcomes, and the times a client feels. It knows events, no worker."""
+"""What a router counts and logs of a request: how it ended, and the times its client felt. It knows events, no worker
+and no text."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,13 @@ from prometheus_client.registry import Collector
 
 from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import router_pb2 as rpb
+
+_log = logging.getLogger(__name__)
+
+OPERATIONS = ("generate", "estimate", "upload")
+
+OK = "OK"
+"""The reason of a request that ended well; of any other it is that of its error, or CANCELLED."""
 
 # The buckets that vLLM uses for the same three, so that its dashboards fit.
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -48,27 +57,37 @@ class Meter(Collector):
             registry=self._registry,
         )  # fmt: skip
 
+        for operation in OPERATIONS:
+            self._ended.labels(operation, OK)
+            self._whole.labels(operation)
+
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
     @contextmanager
-    def request(self, operation: str) -> Iterator[Callable[[rpb.GenerateResponse], None]]:
-        """Counts a request while the block runs; the function it gives is told each event of an answer."""
+    def request(self, operation: str, label: str) -> Iterator[Callable[[rpb.GenerateResponse], None]]:
+        """Counts a request while the block runs, and logs one line at its end, however it ends.
+
+        The function it gives is told each event of an answer.
+        """
         began = time.monotonic()
-        last = 0.0
+        first = last = 0.0
+        tokens = 0
 
         def told(event: rpb.GenerateResponse) -> None:
-            nonlocal last
+            nonlocal first, last, tokens
             if event.HasField("tokens"):
                 now = time.monotonic()
                 if last:
                     self._between.observe(now - last)
                 else:
-                    self._first.observe(now - began)
+                    first = now - began
+                    self._first.observe(first)
                 last = now
+                tokens += len(event.tokens.ids)
                 self._tokens.inc(len(event.tokens.ids))
 
-        reason = "OK"
+        reason = OK
         self.running += 1
         try:
             yield told
@@ -80,5 +99,10 @@ class Meter(Collector):
             raise
         finally:
             self.running -= 1
+            seconds = time.monotonic() - began
             self._ended.labels(operation, reason).inc()
-            self._whole.labels(operation).observe(time.monotonic() - began)
+            self._whole.labels(operation).observe(seconds)
+            facts = {"request_id": label, "operation": operation, "reason": reason, "seconds": round(seconds, 4)}
+            if tokens:
+                facts |= {"tokens": tokens, "first_token_seconds": round(first, 4)}
+            _log.info("request", extra=facts)

@@ -77,17 +77,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         Raises ChiasmError, labelled with the request's id.
         """
         label = request.request_id or new_label()
-        with _labelled(label):
+        with _labelled(label), self.meter.request("generate", label) as told:
             deadline = self._deadline(timeout)
             check_generate(request)
             model = self._find(request.model)
-            with self.meter.request("generate") as told:
-                async with self._sources(request.media, item_paths(request.prompt, len(request.media))) as sources:
-                    work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
-                    async with aclosing(work.run()) as events:
-                        async for event in events:
-                            told(event)
-                            yield event
+            async with self._sources(request) as sources:
+                work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                async with aclosing(work.run()) as events:
+                    async for event in events:
+                        told(event)
+                        yield event
 
     async def estimate(
         self,
@@ -96,18 +95,19 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
     ) -> rpb.EstimateResponse:
         """What a prompt would cost. Arguments and errors are those of `generate`."""
-        with _labelled(request.request_id or new_label()):
+        label = request.request_id or new_label()
+        with _labelled(label), self.meter.request("estimate", label):
             deadline = self._deadline(timeout)
             check_estimate(request)
             model = self._find(request.model)
-            with self.meter.request("estimate"):
-                async with self._sources(request.media, item_paths(request.prompt, len(request.media))) as sources:
-                    work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
-                    return await work.run()
+            async with self._sources(request) as sources:
+                work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                return await work.run()
 
-    async def upload(self, requests: AsyncIterator[rpb.UploadRequest]) -> rpb.UploadResponse:
+    async def upload(self, requests: AsyncIterator[rpb.UploadRequest], *, label: str = "") -> rpb.UploadResponse:
         """Takes one medium. Raises what `Uploads.receive` does."""
-        with self.meter.request("upload"):
+        label = label or new_label()
+        with _labelled(label), self.meter.request("upload", label):
             return await self.uploads.receive(self._root, requests)
 
     async def models(self) -> rpb.ListModelsResponse:
@@ -139,8 +139,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             return await self.estimate(request, timeout=context.time_remaining())
 
     async def Upload(self, request_iterator: AsyncIterator[rpb.UploadRequest], context: Any) -> rpb.UploadResponse:
-        with _named(context):
-            return await self.upload(request_iterator)
+        with _named(context) as label:
+            return await self.upload(request_iterator, label=label)
 
     async def ListModels(self, request: rpb.ListModelsRequest, context: Any) -> rpb.ListModelsResponse:
         with _named(context):
@@ -171,8 +171,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             facts={"model": shown, "models": ", ".join(sorted(models)), **({"nearest": near[0]} if near else {})},
         )
 
-    def _sources(self, media: Sequence[pb.Media], items: Sequence[str]) -> _Sources:
-        return _Sources(self.uploads, self._root, media, items)
+    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest) -> _Sources:
+        items = item_paths(request.prompt, len(request.media))
+        return _Sources(self.uploads, self._root, request.media, items)
 
 
 class _Sources:

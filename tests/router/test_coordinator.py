@@ -149,6 +149,32 @@ async def test_units_that_a_lost_encoder_had_announced_are_not_encoded_again() -
         await forget(service)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_finished_answer_waits_for_the_encoders_accounts_and_is_not_lost_with_one(lost: bool) -> None:
+    """The encoder's last word is late, or never comes."""
+    clip = digits.shipped_clips()[-1]
+    finished = asyncio.Event()
+
+    async def late(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> None:
+        if response.HasField("end"):  # type: ignore[arg-type]
+            await finished.wait()
+            await asyncio.sleep(0.2)
+            if lost:
+                raise Unavailable("CONNECTION_LOST", "the connection broke before the stream had ended")
+
+    def seen(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+        if response.HasField("finished"):  # type: ignore[arg-type]
+            finished.set()
+        return True
+
+    async with running() as service:
+        fleet = MeddledFleet(service, encoder=late, decoder=seen)
+        got = await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
+        assert got.text == clip.answer
+        assert [medium.units for medium in got.media] == ([] if lost else [len(clip.digits)])
+        await forget(service) if lost else await settled(service)
+
+
 async def test_an_encoder_lost_after_its_last_word_is_not_replaced() -> None:
     clip = digits.shipped_clips()[-1]
     async with running() as service:
