@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import os
 import re
 import stat
 import sys
@@ -184,8 +185,9 @@ def read_secret(path: Path) -> bytes:
     """
     where = str(path)
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        text = path.read_text("ascii", "replace").strip()
+        with path.open(encoding="ascii", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(1024).strip()
     except OSError as error:
         raise SettingsError(
             f"a secret cannot be read: {error.strerror}", where, f"openssl rand -hex 32 > {path} && chmod 600 {path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -9,6 +10,7 @@ from typing import Any
 
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
+from chiasm.rpc.line import line
 from chiasm.rpc.replica import replica
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.turns import Turn, Turns
@@ -17,6 +19,8 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc
 from decoder_service.decoding import Decoding
 from decoder_service.model import DecoderModel
+
+_log = logging.getLogger(__name__)
 
 _MODES = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN, dpb.SAMPLE_MODE_ESTIMATE)
 
@@ -98,24 +102,29 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
     async def Decode(
         self, request_iterator: AsyncIterator[dpb.DecodeRequest], context: Any
     ) -> AsyncIterator[dpb.DecodeResponse]:
-        try:
-            with self.turns.enter() as turn:
-                async with aclosing(self._decode(request_iterator, turn)) as responses:
-                    async for response in responses:
-                        yield response
-        except Overloaded as error:
-            self.rejections[error.reason] += 1
-            raise
+        with line(_log, "decode") as told:
+            try:
+                with self.turns.enter() as turn:
+                    async with aclosing(self._decode(request_iterator, turn, told)) as responses:
+                        async for response in responses:
+                            yield response
+            except Overloaded as error:
+                self.rejections[error.reason] += 1
+                raise
 
     async def _decode(
-        self, requests: AsyncIterator[dpb.DecodeRequest], turn: Turn
+        self, requests: AsyncIterator[dpb.DecodeRequest], turn: Turn, told: dict[str, object]
     ) -> AsyncGenerator[dpb.DecodeResponse, None]:
         first = await anext(requests, None)
         if first is None or not first.HasField("open"):
             raise InvalidRequest("UPLOAD_PROTOCOL", "a timeline begins with open")
+        told |= {"request": first.open.request_id.hex(), "attempt": first.open.attempt}
         self._check(first.open)
         async with aclosing(Decoding(self.model, first.open).run(requests)) as responses:
             async for response in responses:
+                if response.HasField("finished"):
+                    used = response.finished.usage
+                    told |= {"prompt": used.prompt_tokens, "visual": used.visual_tokens, "drawn": used.output_tokens}
                 if first.open.sample != dpb.SAMPLE_MODE_ESTIMATE:
                     if response.HasField("admitted"):
                         await turn.begin()

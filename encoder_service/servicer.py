@@ -6,6 +6,7 @@ ends the call with `failed`, which names it; only the worker's own faults fail t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -18,6 +19,7 @@ from chiasm.media.sample import SamplingOptions, pick
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Limits, MediaSource, Probed
 from chiasm.models.family import MediumFacts, MediumPlan
+from chiasm.rpc.line import line
 from chiasm.rpc.replica import replica
 from chiasm.rpc.status import to_status
 from chiasm.rpc.times import to_duration, to_seconds
@@ -30,6 +32,8 @@ from encoder_service.announcing import Announcing
 from encoder_service.engine import EncoderEngine
 from encoder_service.inbox import Inbox
 from encoder_service.quarantine import POISON, Quarantine
+
+_log = logging.getLogger(__name__)
 
 
 class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
@@ -104,27 +108,33 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
     async def Encode(
         self, request_iterator: AsyncIterator[epb.EncodeRequest], context: Any
     ) -> AsyncIterator[epb.EncodeResponse]:
-        try:
-            with self.turns.enter() as turn:
-                async with aclosing(self._encode(request_iterator, turn)) as responses:
-                    async for response in responses:
-                        yield response
-        except Overloaded as error:
-            self.rejections[error.reason] += 1
-            raise
+        with line(_log, "encode") as told:
+            try:
+                with self.turns.enter() as turn:
+                    async with aclosing(self._encode(request_iterator, turn, told)) as responses:
+                        async for response in responses:
+                            yield response
+            except Overloaded as error:
+                self.rejections[error.reason] += 1
+                raise
 
     async def _encode(
-        self, requests: AsyncIterator[epb.EncodeRequest], turn: Turn
+        self, requests: AsyncIterator[epb.EncodeRequest], turn: Turn, told: dict[str, object]
     ) -> AsyncGenerator[epb.EncodeResponse, None]:
         inbox = Inbox(requests, max_bytes=self.limits.max_bytes)
         try:
             opened = await inbox.start()
+            told |= {"request": opened.request_id.hex(), "attempt": opened.attempt, "slot": opened.slot}
             self._check(opened)
             try:
                 async with aclosing(_Encoding(self, opened, inbox, turn).run()) as responses:
                     async for response in responses:
+                        if response.HasField("end"):
+                            used = response.end.usage
+                            told |= {"units": used.units, "cached": used.units_cached}
                         yield response
             except InvalidRequest as error:
+                told["outcome"] = error.reason
                 status = to_status(error.at(opened.item)).SerializeToString()
                 yield epb.EncodeResponse(failed=epb.EncodeFailed(status=status))
         finally:

@@ -37,8 +37,8 @@ DECODERS: Final = 2
 out."""
 
 ACCOUNT_SECONDS: Final = 5.0
-"""How long a finished answer waits for the encoders' last words. They have nothing left to do but to say them; no answer
-is lost because an encoder is at that moment."""
+"""How long a finished answer waits for the encoders' last words. They have nothing else left to do; no answer is lost
+because an encoder is at that moment."""
 
 AHEAD: Final = 64
 """Events that wait for a client. Then the decoder waits too."""

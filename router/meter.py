@@ -1,11 +1,9 @@
-"""What a router counts and logs of a request: how it ended, and the times its client felt. It knows events, no worker
-and no text."""
+"""What a router counts of requests: how they ended, and the times their clients felt. It knows events and no worker."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,8 +12,6 @@ from prometheus_client.registry import Collector
 
 from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import router_pb2 as rpb
-
-_log = logging.getLogger(__name__)
 
 OPERATIONS = ("generate", "estimate", "upload")
 
@@ -44,12 +40,12 @@ class Meter(Collector):
             "chiasm_requests", "Requests that ended, by what was asked and how.", ["operation", "reason"],
             registry=self._registry,
         )  # fmt: skip
-        self._tokens = Counter("chiasm_generation_tokens", "Tokens told to clients.", registry=self._registry)
-        self._first = Histogram(
+        self.tokens = Counter("chiasm_generation_tokens", "Tokens told to clients.", registry=self._registry)
+        self.first = Histogram(
             "chiasm_time_to_first_token_seconds", "From the request to its first token.", buckets=_FIRST_TOKEN,
             registry=self._registry,
         )  # fmt: skip
-        self._between = Histogram(
+        self.between = Histogram(
             "chiasm_inter_token_latency_seconds", "Between two token events.", buckets=_BETWEEN, registry=self._registry
         )
         self._whole = Histogram(
@@ -65,32 +61,13 @@ class Meter(Collector):
         return self._registry.collect()
 
     @contextmanager
-    def request(self, operation: str, label: str) -> Iterator[Callable[[rpb.GenerateResponse], None]]:
-        """Counts a request while the block runs, and logs one line at its end, however it ends.
-
-        The function it gives is told each event of an answer.
-        """
-        began = time.monotonic()
-        first = last = 0.0
-        tokens = 0
-
-        def told(event: rpb.GenerateResponse) -> None:
-            nonlocal first, last, tokens
-            if event.HasField("tokens"):
-                now = time.monotonic()
-                if last:
-                    self._between.observe(now - last)
-                else:
-                    first = now - began
-                    self._first.observe(first)
-                last = now
-                tokens += len(event.tokens.ids)
-                self._tokens.inc(len(event.tokens.ids))
-
+    def request(self, operation: str) -> Iterator[Telling]:
+        """Counts a request while the block runs. What it gives is told each event of an answer."""
+        telling = Telling(self)
         reason = OK
         self.running += 1
         try:
-            yield told
+            yield telling
         except ChiasmError as error:
             reason = error.reason
             raise
@@ -99,10 +76,32 @@ class Meter(Collector):
             raise
         finally:
             self.running -= 1
-            seconds = time.monotonic() - began
             self._ended.labels(operation, reason).inc()
-            self._whole.labels(operation).observe(seconds)
-            facts = {"request_id": label, "operation": operation, "reason": reason, "seconds": round(seconds, 4)}
-            if tokens:
-                facts |= {"tokens": tokens, "first_token_seconds": round(first, 4)}
-            _log.info("request", extra=facts)
+            self._whole.labels(operation).observe(time.monotonic() - telling.began)
+
+
+class Telling:
+    """The events of one answer as they are told.
+
+    Attributes:
+        facts: what there is to say of them: tokens, and seconds to the first.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.began = time.monotonic()
+        self.facts: dict[str, float] = {}
+        self._meter = meter
+        self._last = 0.0
+
+    def __call__(self, event: rpb.GenerateResponse) -> None:
+        if not event.HasField("tokens"):
+            return
+        now, count = time.monotonic(), len(event.tokens.ids)
+        if self._last:
+            self._meter.between.observe(now - self._last)
+        else:
+            self.facts["first_token_seconds"] = round(now - self.began, 4)
+            self._meter.first.observe(now - self.began)
+        self._last = now
+        self._meter.tokens.inc(count)
+        self.facts["tokens"] = self.facts.get("tokens", 0) + count

@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -16,6 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound
+from chiasm.rpc.line import line
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
@@ -23,9 +25,11 @@ from router.coordinator import Coordinator
 from router.estimate import Estimating
 from router.fleet import Fleet, Served
 from router.media import Inline, Source
-from router.meter import Meter
+from router.meter import Meter, Telling
 from router.request import check_estimate, check_generate, check_label, item_paths
 from router.uploads import UploadLimits, Uploads
+
+_log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 """Metadata in which a caller may name its request, and in which every call is told its name."""
@@ -77,15 +81,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         Raises ChiasmError, labelled with the request's id.
         """
         label = request.request_id or new_label()
-        with _labelled(label), self.meter.request("generate", label) as told:
+        with self._told("generate", label) as (said, telling):
             deadline = self._deadline(timeout)
             check_generate(request)
             model = self._find(request.model)
             async with self._sources(request) as sources:
                 work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                said["request"] = work.id.hex()
                 async with aclosing(work.run()) as events:
                     async for event in events:
-                        told(event)
+                        telling(event)
                         yield event
 
     async def estimate(
@@ -96,18 +101,19 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> rpb.EstimateResponse:
         """What a prompt would cost. Arguments and errors are those of `generate`."""
         label = request.request_id or new_label()
-        with _labelled(label), self.meter.request("estimate", label):
+        with self._told("estimate", label) as (said, _):
             deadline = self._deadline(timeout)
             check_estimate(request)
             model = self._find(request.model)
             async with self._sources(request) as sources:
                 work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                said["request"] = work.id.hex()
                 return await work.run()
 
     async def upload(self, requests: AsyncIterator[rpb.UploadRequest], *, label: str = "") -> rpb.UploadResponse:
         """Takes one medium. Raises what `Uploads.receive` does."""
         label = label or new_label()
-        with _labelled(label), self.meter.request("upload", label):
+        with self._told("upload", label):
             return await self.uploads.receive(self._root, requests)
 
     async def models(self) -> rpb.ListModelsResponse:
@@ -147,6 +153,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             return await self.models()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _told(self, operation: str, label: str) -> Iterator[tuple[dict[str, object], Telling]]:
+        """Counts a request, logs it when it has ended, and names it in its errors. Gives what the line of the log says,
+        and what is told each event."""
+        with _labelled(label), line(_log, "request") as said, self.meter.request(operation) as telling:
+            said |= {"request_id": label, "operation": operation}
+            try:
+                yield said, telling
+            finally:
+                said |= telling.facts
 
     def _deadline(self, seconds: float | None) -> float:
         """When the request is to be answered, by `time.monotonic`. Raises DeadlineExceeded for a time that is up."""

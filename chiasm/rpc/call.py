@@ -1,9 +1,8 @@
 """Calls of gRPC as the rest of this library writes them: responses as a generator, errors as classes, nothing left.
 
 What is called is the caller's business, and so are deadlines: the stub's method takes both. Requests of a stream are
-given here and not to the stub. gRPC's own task that reads them outlives a call that the server ends, turns what goes
-wrong in them into a cancellation without a cause, and puts INTERNAL in the place of a refusal that comes while requests
-are still being sent. (Interceptors of calls that stream requests bring that task back: channels of workers have none.)
+given here and not to the stub: gRPC's own task that reads them outlives a call that the server ends, and turns what
+goes wrong in them into a cancellation without a cause.
 """
 
 from __future__ import annotations
@@ -117,8 +116,10 @@ async def _write(call: Any, requests: AsyncIterable[Q]) -> None:
     iterator = aiter(requests)
     try:
         async for request in iterator:
-            if not await _sent(call, request):
-                return
+            try:
+                await call.write(request)
+            except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+                return  # the call has ended; who reads it is told how
         with suppress(grpc.aio.InternalError):
             await call.done_writing()
     except BaseException:
@@ -128,25 +129,6 @@ async def _write(call: Any, requests: AsyncIterable[Q]) -> None:
         close = getattr(iterator, "aclose", None)
         if close is not None:
             await close()
-
-
-async def _sent(call: Any, request: Any) -> bool:
-    """Sends one request, and says whether it could. If not the call has ended, and who reads it is told how.
-
-    As `call.write`, which however overwrites the status that the server ended the call with (grpc 1.85).
-    """
-    core = getattr(call, "_cython_call", None)
-    try:
-        if core is None:  # a call with interceptors
-            await call.write(request)
-            return True
-        await call.wait_for_connection()
-        if not call.done():
-            await core.send_serialized_message(call._request_serializer(request))
-            return True
-    except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
-        pass
-    return False
 
 
 def _cancelling() -> bool:

@@ -171,7 +171,7 @@ class Process:
                 stack.push_async_callback(self.server.stop)
                 await stack.enter_async_context(role(settings, self))
                 await self._serve(settings)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Cancelled):
             if not self._ending.is_set():
                 raise
         _log.info("stopped")

@@ -30,6 +30,7 @@ async def test_it_says_who_it_is_answers_counts_and_comes_to_rest(tmp_path: Path
             fingerprint = info.models[0].fingerprint
             _, told = await decode(channel, fingerprint, "Read the digits.", max_tokens=3)
         after = metrics(ready["http"])
+        line = await running.logged("decode")
     assert len(info.replica.arena_id) == len(info.replica.replica_id) == 16
     assert (info.replica.device, info.models[0].name, info.models[0].dtype) == ("cpu", "digits", pb.DTYPE_FLOAT32)
     assert (info.limits.self_pool_tokens, info.limits.cross_pool_tokens, info.limits.max_waiting) == (512, 256, 256)
@@ -37,6 +38,7 @@ async def test_it_says_who_it_is_answers_counts_and_comes_to_rest(tmp_path: Path
     finished = next(response.finished for response in told if response.HasField("finished"))
     drawn = sum(len(response.tokens.ids) for response in told)
     assert drawn == finished.usage.output_tokens
+    assert (line["outcome"], line["drawn"], line["prompt"]) == ("ok", drawn, finished.usage.prompt_tokens)
     assert after["chiasm_generation_tokens_total"] == drawn
     assert after["chiasm_prompt_tokens_total"] == finished.usage.prompt_tokens > 0
     assert after["chiasm_request_success_total:stop"] + after["chiasm_request_success_total:length"] == 1

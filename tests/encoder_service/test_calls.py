@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
 
 from chiasm.errors import ChiasmError, InvalidRequest, Unsupported
 from chiasm.local import LocalService
+from chiasm.media.types import Limits
 from chiasm.rpc.status import from_status
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from encoder_service.servicer import EncoderServicer
 from tests import digits
 from tests.asking import ask, question, running, video
 
@@ -22,9 +25,11 @@ class Call:
 
     def __init__(self, service: LocalService, *, credit: int = 1 << 20, kind: int = pb.MEDIA_KIND_VIDEO) -> None:
         self.service = service
-        self.servicer = service.router.fleet.choose("digits").encoder.servicer  # type: ignore[attr-defined]
+        self.servicer = EncoderServicer(
+            service.encoder, service.sandbox, name="digits", family="moss_vl", limits=Limits()
+        )
         self.requests: asyncio.Queue[epb.EncodeRequest | None] = asyncio.Queue()
-        self.responses = self.servicer.Encode(self._sent(), None)
+        self.responses: Any = self.servicer.Encode(self._sent(), None)
         opened = epb.EncodeOpen(
             slot=0,
             item="messages[0].content[0]",

@@ -77,6 +77,10 @@ async def test_it_encodes_counts_refuses_and_comes_to_rest(tmp_path: Path) -> No
             assert all(entry.cached for entry in await second.finish())
             info = await answered(encoder(channel).Info(epb.EncoderInfoRequest()))
         after = metrics(ready["http"])
+    outcomes = [line["outcome"] for line in running.lines if line["event"] == "encode"]
+    assert outcomes == ["QUEUE_FULL", "ok", "ok"], "one line for each call"
+    told = [line for line in running.lines if line["event"] == "encode"][-1]
+    assert (told["units"], told["cached"], told["slot"]) == (units, units, 0)
     assert info.load.pool_usage > 0, "what was announced is pinned until it is attached"
     assert after["chiasm_encoder_units_total:encoded"] == units
     assert after["chiasm_encoder_units_total:cached"] == units

@@ -23,7 +23,7 @@ def counted(service: LocalService) -> CollectorRegistry:
 
 
 async def test_every_request_is_counted_and_logged_once_however_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.meter")
+    caplog.set_level(logging.INFO, "router.servicer")
     clip = digits.shipped_clips()[0]
     async with running() as service:
         registry = counted(service)
