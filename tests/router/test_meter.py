@@ -45,12 +45,8 @@ async def test_every_request_is_counted_and_logged_once_however_it_ends(caplog: 
     assert registry.get_sample_value("chiasm_time_to_first_token_seconds_count") == 1
     assert registry.get_sample_value("chiasm_inter_token_latency_seconds_count") == len(answer.ids) - 1
     lines = [record for record in caplog.records if record.getMessage() == "request"]
-    assert [record.__dict__["reason"] for record in lines] == [
-        "OK",
-        "MEDIA_UNSUPPORTED",
-        "MODEL_NOT_FOUND",
-        "CANCELLED",
-    ]
+    outcomes = [record.__dict__["outcome"] for record in lines]
+    assert outcomes == ["ok", "MEDIA_UNSUPPORTED", "MODEL_NOT_FOUND", "cancelled"]
     assert lines[0].__dict__["tokens"] == len(answer.ids)
     assert all(record.__dict__["request_id"] for record in lines)
     assert "secret" not in str([record.__dict__ for record in lines])
