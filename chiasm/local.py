@@ -1,6 +1,6 @@
 """The whole system in one process: router logic, both halves of a model and the memory store, joined by calls.
 
-The same servicers that later stand behind sockets are called directly, message by message. Nothing is shared between
+The servicers that stand behind sockets elsewhere are called directly, message by message. Nothing is shared between
 the halves but the store: the encoder half holds no language model, the decoder half no vision transformer.
 """
 

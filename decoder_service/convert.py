@@ -9,13 +9,13 @@ from typing import NamedTuple
 from chiasm.chat_template import Piece, Slot, Turn
 from chiasm.errors import InvalidRequest, Unsupported
 from chiasm.models.family import Prompt, WrittenMedium
+from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.sampler import Drawing
 from decoder_service.sequence import SizedSlot
 
-MAX_TEXT_BYTES = 4 << 20
 """Of one prompt. It bounds the time that tokenising takes, which grows with the size, whatever the text is: 3 to 9 s of
 one core for so much of one letter, of spaces, of digits, of words, of Chinese or of emoji, with 447 and with 60,000
 tokens."""
@@ -118,11 +118,11 @@ def text_bytes(prompt: pb.Prompt) -> int:
 def bounded_bytes(text: str) -> int:
     """Bytes of a text. Raises InvalidRequest TEXT_TOO_LARGE for more than may be tokenised."""
     size = len(text.encode())
-    if size > MAX_TEXT_BYTES:
+    if size > TEXT_BYTES:
         raise InvalidRequest(
             "TEXT_TOO_LARGE",
-            f"the prompt has {size} bytes of text, {MAX_TEXT_BYTES} are allowed",
-            facts={"bytes": size, "limit": MAX_TEXT_BYTES, "cause": "size"},
+            f"the prompt has {size} bytes of text, {TEXT_BYTES} are allowed",
+            facts={"bytes": size, "limit": TEXT_BYTES, "cause": "size"},
         )
     return size
 

@@ -29,7 +29,6 @@ UNREAD = 64
 """Responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then waits for a
 socket, so those who run together stay together, and a slow reader holds up nobody but itself."""
 
-
 Inbox: TypeAlias = deque[dpb.DecodeRequest | Exception | None]
 """Messages in the order in which they came, and at the end None or what broke."""
 

@@ -215,8 +215,7 @@ class EncoderEngine:
         """
         began = time.monotonic()
         while True:
-            leases = list(flight.leases)
-            first = leases[0] if leases else None
+            first = flight.leases[0] if flight.leases else None
             try:
                 place = await self.store.put(sealed, flight.key, lease=first)
             except Overloaded as error:
@@ -224,9 +223,17 @@ class EncoderEngine:
                     raise
                 await asyncio.sleep(_RETRY)
             else:
-                for lease in leases[1:]:
-                    await self.store.pin(flight.key, lease)
+                await self._pin(flight, set() if first is None else {first})
                 return place
+
+    async def _pin(self, flight: _Flight, held: set[Lease]) -> None:
+        """Brings the pins of an entry up to who waits for it when this returns: some come and some leave meanwhile."""
+        while (wanted := set(flight.leases)) != held:
+            for lease in wanted - held:
+                await self.store.pin(flight.key, lease)
+            for lease in held - wanted:
+                await self.store.release(flight.key, lease.id)
+            held = wanted
 
     def _take(self) -> list[_Flight]:
         """As many units from the front of the queue as fit one pass, one at least."""

@@ -145,6 +145,14 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             raise Unsupported("FINGERPRINT_MISMATCH", "this worker serves another model")
         if len(opened.tenant_root) != 32:
             raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})
+        frames = len(opened.media.frames.frames)
+        if frames > self.limits.max_listed_frames:
+            raise InvalidRequest(
+                "TOO_MANY_ITEMS",
+                f"{frames} frames are given, {self.limits.max_listed_frames} are taken",
+                item=opened.item,
+                facts={"got": frames, "limit": self.limits.max_listed_frames},
+            )
         if opened.uri:
             raise Unsupported("FEATURE_DISABLED", "this worker fetches no media")
         if opened.HasField("budget"):

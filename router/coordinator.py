@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -22,7 +22,7 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
 from router.dispatch import Outbox
-from router.encoding import LOST, Encoding
+from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
 from router.media import Source
 from router.work import Work
@@ -111,11 +111,9 @@ class Coordinator(Work):
     @property
     def stage(self) -> str:
         """What the request waits for now, as `DeadlineExceeded.stage` names it."""
-        unknown = [medium for medium in self.media if medium.probe is None]
-        if self.decoder is None:
-            return "queue"
-        if unknown:
-            return "decode_media" if all(medium.source.whole for medium in unknown) else "fetch"
+        early = self.early_stage
+        if early is not None:
+            return early
         if not self._admitted:
             return "queue"
         if not all(medium.all_announced for medium in self.media):
@@ -138,7 +136,10 @@ class Coordinator(Work):
                 await self._decode(worker)
             except LOST as error:
                 self.fleet.lost(worker)
-                self._losses += error.reason != "DRAINING"  # which is said by a worker that has not begun
+                if error.reason == "DRAINING":  # it has not begun: that costs the request nothing but a moment
+                    await asyncio.sleep(PAUSE)
+                    continue
+                self._losses += 1
                 if self._tokens or self._losses >= DECODERS:
                     raise Unavailable(
                         "DECODER_LOST",
@@ -153,12 +154,23 @@ class Coordinator(Work):
     async def _decode(self, worker: DecoderWorker) -> None:
         with worker.busy():
             calls = worker.calls.decode(self._told.messages(), timeout=self.allowance)
-            async with aclosing(calls) as responses:
-                async for response in responses:
-                    await self._on(response)
-                    if response.HasField("finished"):
-                        return
+            async with aclosing(calls):
+                # A worker that stands still is given up as long as another can take its place.
+                async with aclosing(worker.attended(calls)) as early:
+                    finished = await self._heard(early, until_token=True)
+                if finished or await self._heard(calls):
+                    return
         raise ServerError("STREAM_BROKEN", "the decoder ended its stream before the answer was finished")
+
+    async def _heard(self, responses: AsyncIterator[dpb.DecodeResponse], *, until_token: bool = False) -> bool:
+        """Follows a decoder. Returns whether the answer is finished."""
+        async for response in responses:
+            await self._on(response)
+            if response.HasField("finished"):
+                return True
+            if until_token and self._tokens:
+                break
+        return False
 
     def _timeline_so_far(self) -> Outbox[dpb.DecodeRequest]:
         """Everything that a decoder is to be told and that is known already, in an order that it takes."""

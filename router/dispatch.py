@@ -85,7 +85,8 @@ class Dispatch:
         Raises ChiasmError: the medium's fault as the encoder found it, or how the call broke.
         """
         with worker.busy():
-            async with aclosing(worker.calls.encode(self._requests(), timeout=timeout)) as responses:
+            calls = worker.calls.encode(self._requests(), timeout=timeout)
+            async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
                 async for response in responses:
                     which = response.WhichOneof("message")
                     if which == "ready":

@@ -22,6 +22,9 @@ from router.media import Source
 LOST: Final = (ConnectionFailed, Unavailable, Cancelled)
 """How a call ends whose worker died, is ending, or cannot be reached."""
 
+PAUSE: Final = 0.1
+"""Seconds before another worker is asked, when one was asked that is ending."""
+
 EXECUTIONS: Final = 2
 """Workers that may be lost over one medium. A medium that ends two of them is not given to a third."""
 
@@ -61,6 +64,7 @@ class Encoding:
         announced: the newest announcement of each unit.
         usage, times: of the encoder that came to the end.
         accounted: set when they are there.
+        waiting: for an encoder that can take it.
     """
 
     def __init__(self, request: Request, slot: int, item: str, source: Source) -> None:
@@ -74,6 +78,7 @@ class Encoding:
         self.usage: pb.MediaUsage | None = None
         self.times = pb.StageTimes()
         self.accounted = asyncio.Event()
+        self.waiting = False
         self._revision = 0
         self._cached = 0
         self._attempt = 0
@@ -150,7 +155,10 @@ class Encoding:
             units: which are wanted, asked when go is given; none says all.
             first: whether the call tells what the medium is and how it ends; else it only fills in units, afresh.
         """
-        worker = await self._request.encoder(self)
+        try:
+            worker = await self._request.encoder(self)
+        except InvalidRequest as error:  # an upload that broke off before its first piece
+            raise error.at(self.item) from None
         self._attempt += 1
         call = Dispatch(self._request.open(self, self._attempt), self.source)
         if self._siblings is not None:
@@ -166,7 +174,10 @@ class Encoding:
             self._request.lost(worker)
             if call.ended:
                 return True  # all was said; what it pinned is the decoder's to give back
-            self._losses += error.reason != "DRAINING"  # which is said by a worker that has not begun
+            if error.reason == "DRAINING":  # it has not begun: that costs the medium nothing but a moment
+                await asyncio.sleep(PAUSE)
+                return False
+            self._losses += 1
             if self._losses >= EXECUTIONS:
                 raise Unavailable(
                     "ENCODER_LOST",

@@ -15,9 +15,9 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
-from router.coordinator import sized_at
+from router.coordinator import DECODERS, sized_at
 from router.dispatch import Outbox
-from router.encoding import Encoding
+from router.encoding import LOST, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
 from router.media import Source
 from router.work import Work
@@ -48,18 +48,16 @@ class Estimating(Work):
 
         Raises ChiasmError; DeadlineExceeded names the stage at which the time was up.
         """
-        stage = "queue"
         try:
             async with asyncio.timeout(self.remaining):
                 worker = await self.reach_decoder()
-                stage = "decode_media"
                 for medium in self.media:
                     self.start(medium.run)
                 if self.media:
                     await self._sized
-                stage = "prefill"
-                return self._estimate(await self._lay(worker))
+                return self._estimate(await self._laid(worker))
         except TimeoutError:
+            stage = self.early_stage or "prefill"
             raise DeadlineExceeded(f"the deadline passed while the estimate was at {stage}", stage=stage) from None
         finally:
             await self.end()
@@ -74,6 +72,16 @@ class Estimating(Work):
 
     def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
         raise ServerError("STREAM_BROKEN", "an encoder announced an entry before it was told to go")
+
+    async def _laid(self, worker: DecoderWorker) -> dpb.DecodeAdmitted:
+        """Asks a decoder, and another one if the first is lost."""
+        for _ in range(DECODERS - 1):
+            try:
+                return await self._lay(worker)
+            except LOST:
+                self.fleet.lost(worker)
+                worker = await self.reach_decoder()
+        return await self._lay(worker)
 
     async def _lay(self, worker: DecoderWorker) -> dpb.DecodeAdmitted:
         told: Outbox[dpb.DecodeRequest] = Outbox()
@@ -93,7 +101,8 @@ class Estimating(Work):
         for medium in self.media:
             told.put(sized_at(medium, final=True))
         with worker.busy():
-            async with aclosing(worker.calls.decode(told.messages(), timeout=self.allowance)) as responses:
+            calls = worker.calls.decode(told.messages(), timeout=self.allowance)
+            async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
                 async for response in responses:
                     if response.HasField("admitted"):
                         return response.admitted

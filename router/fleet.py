@@ -6,11 +6,13 @@ A fleet only chooses. It never sends a request again: what to do about a worker 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 
@@ -44,6 +46,7 @@ class DecoderCalls(Protocol):
 
 
 C = TypeVar("C")
+R = TypeVar("R")
 
 
 class Worker(Generic[C]):
@@ -57,6 +60,7 @@ class Worker(Generic[C]):
     Attributes:
         running: calls of this router that it works on.
         load: what it said of itself last, running and waiting together, calls of other routers included.
+        silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
     def __init__(self, replica_id: bytes, calls: C, *, reach: bytes = b"") -> None:
@@ -65,6 +69,19 @@ class Worker(Generic[C]):
         self.reach = reach
         self.running = 0
         self.load = 0
+        self.silent = asyncio.Event()
+
+    async def attended(self, responses: AsyncGenerator[R, None]) -> AsyncGenerator[R, None]:
+        """The responses of a call, as long as the worker is heard of.
+
+        Raises Unavailable WORKER_SILENT when it is not.
+        """
+        silence = asyncio.create_task(self.silent.wait())
+        try:
+            while (response := await _sooner(anext(responses, None), silence)) is not None:
+                yield response
+        finally:
+            silence.cancel()
 
     @property
     def busyness(self) -> int:
@@ -79,6 +96,19 @@ class Worker(Generic[C]):
             yield
         finally:
             self.running -= 1
+
+
+async def _sooner(response: Awaitable[R | None], silence: asyncio.Task[bool]) -> R | None:
+    """The next response, unless silence comes sooner."""
+    coming = asyncio.ensure_future(response)
+    try:
+        await asyncio.wait({coming, silence}, return_when=asyncio.FIRST_COMPLETED)
+        if coming.done():
+            return coming.result()
+        raise Unavailable("WORKER_SILENT", "a worker stands still", retry_after=1.0)
+    finally:
+        if coming.cancel():
+            await asyncio.wait([coming])  # a generator is closed by one at a time
 
 
 EncoderWorker = Worker[EncoderCalls]

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from chiasm.errors import ChiasmError
+from chiasm.errors import ChiasmError, DeadlineExceeded
 from chiasm.rpc.v1 import common_pb2 as pb
 from router.fleet import Worker
 
@@ -61,14 +61,21 @@ class Member(Generic[C, I]):
         self._end = end
         self._changed = changed
         self._beat = beat
+        self._worker: Worker[C] | None = None  # the last that answered here
         self._up: tuple[Worker[C], I] | None = None
         self._doubted = asyncio.Event()
-        self._asking = asyncio.create_task(self._keep_asking())
+        self._asking: asyncio.Task[None] | None = None
+        self.resume()
 
     @property
     def up(self) -> tuple[Worker[C], I] | None:
         """The worker and what it says of itself, if it takes requests."""
         return self._up
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call of this router runs here."""
+        return self._worker is None or self._worker.running == 0
 
     def doubt(self, worker: Worker[C]) -> None:
         """A call to it broke: it is asked at once, and is not up before it has answered."""
@@ -76,9 +83,23 @@ class Member(Generic[C, I]):
             self._set(None)
             self._doubted.set()
 
+    def resume(self) -> None:
+        """Begins to ask, or goes on after `drop`."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._keep_asking())
+
+    def drop(self) -> None:
+        """It gets nothing new. What runs there goes on."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+            self._set(None)
+
     async def close(self) -> None:
-        self._asking.cancel()
-        await asyncio.gather(self._asking, return_exceptions=True)
+        """Ends what runs there too."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
         await self._end()
 
     async def _keep_asking(self) -> None:
@@ -87,7 +108,9 @@ class Member(Generic[C, I]):
             self._doubted.clear()
             try:
                 info = await self._ask(timeout=INFO_SECONDS)
-            except ChiasmError:
+            except ChiasmError as error:
+                if isinstance(error, DeadlineExceeded) and self._worker is not None:
+                    self._worker.silent.set()
                 self._set(None)
                 wait = min(2 * wait, self._beat)
             else:
@@ -102,12 +125,13 @@ class Member(Generic[C, I]):
 
     def _set(self, info: I | None) -> None:
         before = self._up
-        if info is None:
-            self._up = None
-        else:
-            worker = before[0] if before is not None and before[0].replica_id == info.replica.replica_id else None
-            worker = worker or Worker(info.replica.replica_id, self._calls, reach=info.replica.arena_id)
+        self._up = None
+        if info is not None:
+            worker = self._worker
+            if worker is None or worker.replica_id != info.replica.replica_id or worker.silent.is_set():
+                worker = Worker(info.replica.replica_id, self._calls, reach=info.replica.arena_id)
             worker.load = info.load.running + info.load.waiting
+            self._worker = worker
             self._up = (worker, info)
         if (before and before[0]) is not (self._up and self._up[0]):
             self._changed()
@@ -139,13 +163,17 @@ class Members(Generic[C, I]):
                 member.doubt(member.up[0])
 
     async def look_up(self, find: Callable[[str], Awaitable[list[str]]]) -> None:
-        """Opens members at new addresses. One that no name stands for any more goes when it stops to answer: names are
-        often told later than workers come."""
+        """Opens members at new addresses. One that no name stands for any more gets nothing new, and goes when what
+        runs there has ended: a name drops a worker that drains long before the worker is done."""
         wanted = {address for name in self._names for address in await find(name)}
-        for address in wanted - self._members.keys():
-            self._members[address] = self._make(address)
+        for address in wanted:
+            if address in self._members:
+                self._members[address].resume()
+            else:
+                self._members[address] = self._make(address)
         for address in self._members.keys() - wanted:
-            if self._members[address].up is None:
+            self._members[address].drop()
+            if self._members[address].idle:
                 await self._members.pop(address).close()
 
     async def close(self) -> None:

@@ -16,13 +16,19 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from chiasm.errors import InvalidRequest, NotFound, PermissionDenied, Unsupported
+from chiasm.rpc.limits import LISTED_FRAMES, TEXT_BYTES
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 
-MAX_TEXT_BYTES = 4 << 20
 MAX_MEDIA = 256
+MAX_TURNS = 1024
+MAX_PARTS = 4096
+MAX_TOKENS = 1 << 20
 
 _HANDLE = re.compile(r"[0-9a-f]{32}")
+
+_LISTS = {"logit_bias": 1024, "stop": 16, "stop_token_ids": 1024, "banned_token_ids": 1 << 18}
+"""Lists of the sampling options, and how long they may be."""
 
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 100, "0 to 100"),
@@ -39,25 +45,54 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 def check_generate(request: rpb.GenerateRequest) -> None:
     """Raises InvalidRequest, PermissionDenied or Unsupported for a request that cannot be served as it is."""
-    _no_unknown_fields(request, "")
     check_label(request.request_id)
+    _check_counts(request)
+    _refuse(request, ("adapter", "resume", "budget", "priority"))
     _check_sampling(request.sampling)
+    _no_unknown_fields(request, "")
     _check_media(request.prompt, request.media)
-    for name in ("adapter",):
-        if getattr(request, name):
-            raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
-    for name in ("resume", "budget", "priority"):
-        if request.HasField(name):  # type: ignore[arg-type]
-            raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
 
 
 def check_estimate(request: rpb.EstimateRequest) -> None:
     """Raises as `check_generate` does."""
-    _no_unknown_fields(request, "")
     check_label(request.request_id)
+    _check_counts(request)
+    _refuse(request, ("budget",))
+    _no_unknown_fields(request, "")
     _check_media(request.prompt, request.media)
-    if request.HasField("budget"):
-        raise Unsupported("FEATURE_DISABLED", "budget is not served", facts={"field": "budget"})
+
+
+def _refuse(request: rpb.GenerateRequest | rpb.EstimateRequest, fields: Sequence[str]) -> None:
+    """Refuses what this release does not serve, by name."""
+    said = {field.name for field, _ in request.ListFields()}
+    for name in fields:
+        if name in said:
+            raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
+
+
+def _check_counts(request: rpb.GenerateRequest | rpb.EstimateRequest) -> None:
+    """Bounds every list before anything walks along it: two bytes of a message are an element of one, and millions of
+    them would hold up everybody else's streams."""
+    turns, plain = request.prompt.conversation.turns, request.prompt.plain.parts
+    _check_count("media", len(request.media), MAX_MEDIA)
+    _check_count("turns", len(turns), MAX_TURNS)
+    _check_count("parts", len(plain) + sum(len(turn.parts) for turn in turns), MAX_PARTS)
+    _check_count("token ids", sum(len(part.tokens.ids) for part in plain), MAX_TOKENS)
+    items = item_paths(request.prompt, len(request.media))
+    for medium, item in zip(request.media, items, strict=True):
+        _check_count("frames", len(medium.frames.frames), LISTED_FRAMES, item)
+        _check_count("times", len(medium.sampling.exact_offsets), LISTED_FRAMES, item)
+    if isinstance(request, rpb.GenerateRequest):
+        for name, limit in _LISTS.items():
+            _check_count(f"sampling.{name}", len(getattr(request.sampling, name)), limit)
+
+
+def _check_count(what: str, count: int, limit: int, item: str | None = None) -> None:
+    if count > limit:
+        raise InvalidRequest(
+            "TOO_MANY_ITEMS", f"{count} {what} are given, {limit} are taken", item=item,
+            facts={"got": count, "limit": limit},
+        )  # fmt: skip
 
 
 def check_label(label: str) -> None:
@@ -77,12 +112,6 @@ def _check_media(prompt: pb.Prompt, media: Sequence[pb.Media]) -> None:
             "PLACEHOLDER_MISMATCH",
             f"the prompt places media {slots[:MAX_MEDIA]}, {len(media)} came with it",
             facts={"placeholders": len(slots), "media": len(media)},
-        )
-    if len(media) > MAX_MEDIA:
-        raise InvalidRequest(
-            "TOO_MANY_ITEMS",
-            f"{len(media)} media are asked about, {MAX_MEDIA} are allowed",
-            facts={"got": len(media), "limit": MAX_MEDIA},
         )
     for medium, item in zip(media, item_paths(prompt, len(media)), strict=True):
         _check_medium(medium, item)
@@ -114,11 +143,11 @@ def _check_prompt(prompt: pb.Prompt) -> Iterator[int]:
     _check_order(prompt.conversation.turns)
     parts = list(_parts(prompt))
     size = sum(len(part.text.encode("utf-8", "replace")) for _, part in parts)
-    if size > MAX_TEXT_BYTES:
+    if size > TEXT_BYTES:
         raise InvalidRequest(
             "TEXT_TOO_LARGE",
-            f"the prompt has {size} bytes of text, {MAX_TEXT_BYTES} are allowed",
-            facts={"bytes": size, "limit": MAX_TEXT_BYTES, "cause": "size"},
+            f"the prompt has {size} bytes of text, {TEXT_BYTES} are allowed",
+            facts={"bytes": size, "limit": TEXT_BYTES, "cause": "size"},
         )
     empty = True
     for path, part in parts:

@@ -42,7 +42,7 @@ class RouterLimits:
     Attributes:
         max_seconds: of one request. Longer deadlines are cut to it, and it stands where there is none.
         margin: seconds that the router answers before a client's deadline, so that its word, which names the stage, is
-            heard; never more than a tenth of the time there is.
+            heard; never more than a quarter of the time there is.
         uploads: bounds on media that come by themselves.
     """
 
@@ -172,7 +172,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         elif seconds <= 0:
             raise DeadlineExceeded("the deadline had passed when the request came", stage="queue")
         else:
-            seconds = min(seconds - min(self.limits.margin, seconds / 10), self.limits.max_seconds)
+            seconds = min(seconds - min(self.limits.margin, seconds / 4), self.limits.max_seconds)
         return time.monotonic() + seconds
 
     def _find(self, name: str) -> Served:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 from blake3 import blake3
 
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound, Overloaded
-from chiasm.rpc.limits import CHUNK_BYTES
+from chiasm.rpc.limits import CHUNK_BYTES, LISTED_FRAMES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
-from router.media import first_piece
+from router.upload import PIECE_BYTES, Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class UploadLimits:
         ttl, max_ttl: seconds after its last use that a medium is kept, and what a client may ask for.
         stall_seconds: an upload from which nothing comes for so long is given up.
         header_seconds: a request that overtakes the header of its upload waits for it so long.
+        max_seconds: an upload that takes longer is given up.
     """
 
     max_bytes: int = 256 << 20
@@ -43,63 +43,7 @@ class UploadLimits:
     max_ttl: float = 3600.0
     stall_seconds: float = 30.0
     header_seconds: float = 2.0
-
-
-class Upload:
-    """`Source` of one upload.
-
-    Attributes:
-        size: bytes so far.
-        readers: requests that hold it.
-    """
-
-    def __init__(self, header: pb.MediaHeader, ttl: float) -> None:
-        self.header = header
-        self.ttl = ttl
-        self.size = 0
-        self.whole = False
-        self.readers = 0
-        self.until = 0.0  # when it is forgotten, by the clock of its keeper, unless it is read
-        self.digest = b""
-        self._pieces: list[pb.MediaChunk] = []
-        self._error: ChiasmError | None = None
-        self._grown = asyncio.Condition()
-
-    async def add(self, chunk: pb.MediaChunk, *, keep: bool = True) -> None:
-        if keep:
-            self._pieces.append(chunk)
-        self.size += len(chunk.data)
-        self.whole = chunk.last
-        async with self._grown:
-            self._grown.notify_all()
-
-    async def fail(self, error: ChiasmError) -> None:
-        """Whoever reads it is told that the rest will never come."""
-        self._error = error
-        self._pieces = []
-        async with self._grown:
-            self._grown.notify_all()
-
-    async def chunks(self) -> AsyncIterator[pb.MediaChunk]:
-        at = 0
-        while True:
-            async with self._grown:
-                await self._grown.wait_for(partial(self._has, at))
-            if self._error is not None:
-                raise InvalidRequest(
-                    "UPLOAD_PROTOCOL", "the upload of this medium broke off", facts={"cause": self._error.reason}
-                )
-            chunk = self._pieces[at]
-            yield chunk
-            if chunk.last:
-                return
-            at += 1
-
-    def _has(self, piece: int) -> bool:
-        return self._error is not None or piece < len(self._pieces)
-
-    async def hint(self) -> bytes:
-        return await first_piece(self)
+    max_seconds: float = 3600.0
 
 
 class Uploads:
@@ -117,8 +61,8 @@ class Uploads:
 
     @property
     def size(self) -> int:
-        """Bytes that are kept now."""
-        return sum(upload.size for upload in self._kept.values())
+        """Bytes that keeping them takes now."""
+        return sum(upload.kept for upload in self._kept.values())
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -166,7 +110,8 @@ class Uploads:
         if before is None:
             await self._keep((tenant, handle), upload)
         try:
-            await self._fill(upload, header, requests, keep=before is None)
+            with self.held(before) if before is not None else nullcontext():
+                await self._fill(upload, header, requests, keep=before is None)
         except BaseException as error:
             if before is None:
                 del self._kept[tenant, handle]
@@ -187,8 +132,7 @@ class Uploads:
             async with asyncio.timeout(self._limits.stall_seconds):
                 return await anext(requests, None)
         except TimeoutError:
-            seconds = self._limits.stall_seconds
-            raise DeadlineExceeded(f"the upload stood still for {seconds:g} s", stage="upload") from None
+            raise _late(f"the upload stood still for {self._limits.stall_seconds:g} s") from None
 
     async def _header(self, requests: AsyncIterator[rpb.UploadRequest]) -> rpb.UploadHeader:
         first = await self._next(requests)
@@ -201,6 +145,14 @@ class Uploads:
             raise InvalidRequest.out_of_range("kind", header.media.kind, "an image or a video", "header.media")
         if header.HasField("ttl") and not 0 < to_seconds(header.ttl) < 1e9:
             raise InvalidRequest.out_of_range("ttl", to_seconds(header.ttl), "more than 0 seconds", "header")
+        frames = len(header.media.frames.frames)
+        if frames > LISTED_FRAMES:
+            raise InvalidRequest(
+                "TOO_MANY_ITEMS",
+                f"{frames} frames are given, {LISTED_FRAMES} are taken",
+                item="header.media",
+                facts={"got": frames, "limit": LISTED_FRAMES},
+            )
         if header.media.byte_length > self._limits.max_bytes:
             raise self._too_large(header.media.byte_length)
         return header
@@ -219,7 +171,10 @@ class Uploads:
         frames = max(1, len(header.media.frames.frames))
         digest = blake3()
         frame = 0
+        end = self._clock() + self._limits.max_seconds
         while (request := await self._next(requests)) is not None:
+            if self._clock() > end:
+                raise _late(f"the upload took longer than {self._limits.max_seconds:g} s")
             if request.WhichOneof("message") != "chunk":
                 raise _protocol("header", "an upload has one header, and pieces after it")
             chunk = request.chunk
@@ -227,6 +182,8 @@ class Uploads:
                 raise _protocol("length", "a piece came after the last")
             if len(chunk.data) > CHUNK_BYTES:
                 raise _protocol("chunk", f"a piece has {len(chunk.data)} bytes, {CHUNK_BYTES} are taken")
+            if not chunk.data and not chunk.last and chunk.frame == frame:
+                raise _protocol("chunk", "a piece that is neither the last nor of a new frame is empty")
             if not frame <= chunk.frame < frames:
                 raise _protocol("frame", f"a piece is of frame {chunk.frame}, after frame {frame} of {frames}")
             frame = chunk.frame
@@ -236,7 +193,7 @@ class Uploads:
             if header.media.HasField("byte_length") and size > header.media.byte_length:
                 raise _length(header.media.byte_length, size)
             if keep:
-                self._make_room(size=len(chunk.data))
+                self._make_room(size=len(chunk.data) + PIECE_BYTES)
             digest.update(chunk.data)
             if chunk.last:  # what was promised is checked before anybody takes it for whole
                 upload.digest = digest.digest()
@@ -284,6 +241,10 @@ def _length(promised: int, came: int) -> InvalidRequest:
     error = _protocol("length", f"{promised} bytes were promised and {came} came")
     error.facts.update(promised=promised, came=came)
     return error
+
+
+def _late(message: str) -> DeadlineExceeded:
+    return DeadlineExceeded(message, stage="upload")
 
 
 def _in_use(handle: str) -> InvalidRequest:

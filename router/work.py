@@ -69,6 +69,16 @@ class Work:
         """Seconds that a worker is given."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0) + SLACK
 
+    @property
+    def early_stage(self) -> str | None:
+        """What the request waits for before all its media are known, as `DeadlineExceeded.stage` names it."""
+        if self.decoder is None or any(medium.waiting for medium in self.media):
+            return "queue"
+        unknown = [medium for medium in self.media if medium.probe is None]
+        if not unknown:
+            return None
+        return "decode_media" if all(medium.source.whole for medium in unknown) else "fetch"
+
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         """Runs a part of the request. What goes wrong in it ends all of it, through `failed`."""
         task = asyncio.create_task(self._guard(work))
@@ -116,15 +126,19 @@ class Work:
 
     async def encoder(self, encoding: Encoding) -> EncoderWorker:
         hint = await encoding.source.hint()
-        while True:
-            assert self.decoder is not None, "encoders are chosen for a decoder"
-            worker = await self.fleet.encoder(self.model, self.decoder, hint=hint)
-            try:
-                await worker.calls.reach()
-            except ConnectionFailed:
-                self.fleet.lost(worker)
-            else:
-                return worker
+        encoding.waiting = True
+        try:
+            while True:
+                assert self.decoder is not None, "encoders are chosen for a decoder"
+                worker = await self.fleet.encoder(self.model, self.decoder, hint=hint)
+                try:
+                    await worker.calls.reach()
+                except ConnectionFailed:
+                    self.fleet.lost(worker)
+                else:
+                    return worker
+        finally:
+            encoding.waiting = False
 
     def lost(self, worker: EncoderWorker) -> None:
         self.fleet.lost(worker)

@@ -15,14 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from chiasm.cache.region import Region
 from chiasm.models.finding import SHIPPED
+from tests.rpc.plain import metrics
 
 ARENA_BYTES = 32 << 20
 
@@ -82,12 +82,8 @@ class Role:
         return target
 
     def counted(self) -> dict[str, float]:
-        """What it counts now, by name and labels."""
-        http = self.wait_for("listening")["http"]
-        with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        found = re.findall(r"^(chiasm_\w+(?:\{[^}]*\})?) (\S+)$", text, flags=re.MULTILINE)
-        return {name: float(value) for name, value in found}
+        """What it counts now, as `tests.rpc.plain.metrics` names it."""
+        return metrics(self.wait_for("listening")["http"])
 
     def kill(self) -> None:
         """Ends it as nothing can prevent, and returns when it has ended."""
@@ -107,7 +103,7 @@ class Role:
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Ends it by closing its standard input, or at last by force."""
+        """Asks it to end, as a supervisor does that ends, and at last ends it by force."""
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -192,14 +188,6 @@ def trio(
         for role in made.roles:
             role.wait_for("ready")
         yield made
-
-
-async def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
-    """Waits until something is so."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.01)
 
 
 def _secret(path: Path) -> Path:

@@ -191,7 +191,7 @@ def health(
     target: Target = TARGET,
     service: Annotated[
         Service, typer.Option(help="Whether calls are welcome, or whether the process works at all.")
-    ] = (Service.READINESS),
+    ] = Service.READINESS,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the answer may take.")] = 5.0,
 ) -> None:
     """Says whether a server is ready: exit code 0 or 1.

@@ -22,7 +22,6 @@ _DIRECT = {"grpc.enable_http_proxy": 0}
 _AGAIN = 0.05
 """Seconds between two questions of one who waits."""
 
-
 _PATHS = {Service.READINESS: "/readyz", Service.LIVENESS: "/healthz"}
 
 

@@ -16,7 +16,7 @@ from chiasm.client.pixels import Raw, check_bytes, encoded, size_of
 from chiasm.client.types import Message, Prompt, Role, SamplingParams, TokenPrompt, parts_of
 from chiasm.client.upload import Upload, frame_list, raw_layout
 from chiasm.errors import InvalidRequest
-from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES, MIB
+from chiasm.rpc.limits import MEDIA_BYTES, MIB, TEXT_BYTES
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -103,12 +103,13 @@ def _filled(request: R, model: str, prompt: Prompt, request_id: str, inline: int
                 request.media.append(_named(uploads[-1].handle, medium))
         except InvalidRequest as error:
             raise error.at(item) from error.__cause__
+    _check_text_size(request.prompt)
     size = request.ByteSize()
-    if size > CLIENT_MESSAGE_BYTES:
+    if size > MEDIA_BYTES:
         raise InvalidRequest(
-            "MEDIA_TOO_LARGE" if request.media else "TEXT_TOO_LARGE",
-            f"the request has {size} bytes, {CLIENT_MESSAGE_BYTES} are taken",
-            facts={"bytes": size, "limit": CLIENT_MESSAGE_BYTES},
+            "MEDIA_TOO_LARGE",
+            f"the request has {size} bytes, {MEDIA_BYTES} are taken",
+            facts={"bytes": size, "limit": MEDIA_BYTES},
         )
     return Outgoing(request, tuple(uploads))
 
@@ -155,6 +156,16 @@ def _empty() -> InvalidRequest:
     return InvalidRequest("EMPTY_PROMPT", "the request has neither text nor media")
 
 
+def _check_text_size(prompt: pb.Prompt) -> None:
+    size = sum(len(part.text.encode()) for turn in prompt.conversation.turns for part in turn.parts)
+    if size > TEXT_BYTES:
+        raise InvalidRequest(
+            "TEXT_TOO_LARGE",
+            f"the prompt has {size} bytes of text, {TEXT_BYTES} are allowed",
+            facts={"bytes": size, "limit": TEXT_BYTES, "cause": "size"},
+        )
+
+
 def _check_text(text: str, item: str) -> None:
     try:
         text.encode()
@@ -193,10 +204,10 @@ def _medium(medium: Medium) -> pb.Media:
     if isinstance(medium.source, Handle):
         return _named(medium.source.id, medium)
     if isinstance(medium, Video):
-        data = encoded(medium.source, limit=CLIENT_MESSAGE_BYTES)
+        data = encoded(medium.source, limit=MEDIA_BYTES)
         assert isinstance(data, bytes), "a Video takes files only"
         return pb.Media(kind=pb.MEDIA_KIND_VIDEO, data=data, sampling=_media_sampling(medium))
-    picture = encoded(medium.source, medium.layout, limit=CLIENT_MESSAGE_BYTES)
+    picture = encoded(medium.source, medium.layout, limit=MEDIA_BYTES)
     if isinstance(picture, Raw):
         header = pb.FrameHeader(raw=raw_layout((picture.height, picture.width, picture.channels)))
         frame = pb.Frame(header=header, data=picture.data)
@@ -221,10 +232,10 @@ def _frames(part: Frames) -> pb.FrameSequence:
     for i, header in enumerate(frame_list(part).frames):
         image = part.pictures[i]
         try:
-            picture = encoded(image.source, image.layout, limit=CLIENT_MESSAGE_BYTES)
+            picture = encoded(image.source, image.layout, limit=MEDIA_BYTES)
             data = picture.data if isinstance(picture, Raw) else picture
             size += len(data)
-            check_bytes(size, CLIENT_MESSAGE_BYTES)
+            check_bytes(size, MEDIA_BYTES)
         except InvalidRequest as error:
             error.facts.setdefault("index", i)
             raise

@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from chiasm.rpc.limits import LISTED_FRAMES
+
 Rgb: TypeAlias = npt.NDArray[np.uint8]  # (height, width, 3)
 Kind: TypeAlias = Literal["image", "video"]
 
@@ -102,7 +104,7 @@ class Limits:
     max_pixels: int = 89_478_485
     max_video_frames: int = 100_000
     max_video_seconds: float = 4 * 3600.0
-    max_listed_frames: int = 4_096
+    max_listed_frames: int = LISTED_FRAMES
     cpu_seconds: float = 60.0
     memory_bytes: int = 4 * 2**30
     open_files: int = 64

@@ -45,7 +45,9 @@ async def streamed(
             came = True
             yield response
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(ended.told(error), answered=came) from error
+        told = ended.told(error)
+        if told.code() != grpc.StatusCode.OK:
+            raise from_rpc_error(told, answered=came) from error
     except asyncio.CancelledError:
         if _cancelling():
             raise
@@ -79,7 +81,8 @@ class _Ended:
     """The status that a server ended a call with.
 
     gRPC puts one of its own (INTERNAL) in its place when a message was being written at that moment, as one mostly is
-    when a server refuses requests before their end. This one is read when it comes, before anything else runs.
+    when a server refuses requests, or has heard enough, before their end. This one is read when it comes, before
+    anything else runs.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -93,7 +96,7 @@ class _Ended:
 
     def _note(self, call: Any) -> None:
         code = _settled(call.code())
-        if code is not None and code != grpc.StatusCode.OK:
+        if code is not None:
             parts = call.initial_metadata(), call.trailing_metadata(), call.details()
             self._error = grpc.aio.AioRpcError(code, *map(_settled, parts))
 

@@ -22,8 +22,18 @@ MAX_SECONDS: Final = 1e9
 MAX_FRAMES: Final = 100_000
 """More frames of one video than any file is opened with and any family takes."""
 
-CLIENT_MESSAGE_BYTES: Final = 256 * MIB
-"""Bytes of one message between a client and the router: a request may carry its media in line."""
+CLIENT_MESSAGE_BYTES: Final = 16 * MIB
+"""Bytes of one message between a client and the router. A request may carry small media in line; larger ones are
+uploaded. A message is read whole, on the event loop that all streams share, and takes many times its bytes then."""
+
+MEDIA_BYTES: Final = 256 * MIB
+"""Bytes of one medium, and of all that a request in this process carries in line."""
+
+TEXT_BYTES: Final = 4 * MIB
+"""Bytes of the text of one prompt."""
+
+LISTED_FRAMES: Final = 4096
+"""Frames of one list, and times that one video's frames are named by."""
 
 WORKER_MESSAGE_BYTES: Final = 8 * MIB
 """Bytes of one message between router and workers. Media and tensors travel in chunks; the rest is small."""

@@ -282,5 +282,8 @@ async def _end(error: Exception, context: grpc.aio.ServicerContext[Any, Any], me
         _log.error("%s failed", method, exc_info=error)
     elif isinstance(error, StatusError) and error.code == "INTERNAL":
         _log.error("%s failed: %s", method, error, exc_info=error)
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    raise asyncio.CancelledError  # abort_with_status always raises; this tells the type checker
+    status = rpc_status.to_status(to_status(error))
+    # What the handler had to say in trailing metadata, as the name of the request, goes with the details.
+    trailing = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+    await context.abort(status.code, status.details, trailing)
+    raise asyncio.CancelledError  # abort always raises; this tells the type checker

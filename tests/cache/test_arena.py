@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from chiasm.cache.store import Lease
 from chiasm.errors import Overloaded
 from tests.cache.arenas import KIB, entry, key, same, small_region
 from tests.cache.test_entry import SECRET, contract
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
@@ -148,15 +149,6 @@ async def test_a_stopped_writer_keeps_what_it_is_writing_and_nothing_else(region
     await until(lambda: not region.alive(1))
     await store.put(entry(600 * KIB), key("c"))
     assert await store.get(key("a")) is None
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits for another process or thread to get somewhere, thirty seconds at most."""
-    for _ in range(3000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
 
 
 async def test_who_stops_with_the_lock_hangs_nobody(region: Region, forking: Forking) -> None:

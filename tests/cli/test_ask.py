@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from chiasm.client import Event, FramesVisible, Started, Token
 from chiasm.errors import InvalidRequest
 from tests.cli.serving import CHIASM, Served, until
 from tests.cli.serving import chiasm as run
+from tests.rpc.plain import metrics
 
 HELD_OUT = Path(chiasm.__file__).parent / "checkpoints" / "digits" / "held_out"
 ANSWERS: dict[str, Any] = json.loads((HELD_OUT / "answers.json").read_text(encoding="utf-8"))
@@ -134,8 +134,7 @@ def test_ctrl_c_cancels_the_request(served: Served) -> None:
 def waits_in_a_call(served: Served) -> bool:
     """Whether the router has a request, by what it measures."""
     http = served.until("router", "ready")["http"]
-    with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
-        return "\nchiasm_num_requests_running 1.0" in answer.read().decode()
+    return metrics(http)["chiasm_num_requests_running"] == 1
 
 
 # -- what it is made of ------------------------------------------------------------------------------------------------

@@ -77,10 +77,12 @@ def plain(statuses: dict[str, int]) -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_an_address_that_begins_with_http_is_asked_plainly(monkeypatch: pytest.MonkeyPatch) -> None:

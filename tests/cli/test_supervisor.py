@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from chiasm.cli.child import Role, record_of
 from chiasm.cli.failure import CommandFailed, lines
 from chiasm.cli.run_folder import RunFolder, sweep
 from chiasm.cli.supervisor import Policy, Supervisor
+from tests.waiting import alive, gone
 
 FAST = Policy(first_delay=0.01, longest_delay=0.04, steady=60, attempts=3, grace=20)
 
@@ -61,17 +61,6 @@ class Heard(list[dict[str, Any]]):
     async def until(self, holds: Callable[[Heard], bool]) -> None:
         while not holds(self):  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-async def until_gone(*pids: int) -> None:
-    while any(alive(pid) for pid in pids):  # noqa: ASYNC110 - other processes are waited for
-        await asyncio.sleep(0.01)
 
 
 async def test_the_front_ends_before_its_workers_and_nothing_is_left() -> None:
@@ -191,7 +180,7 @@ sys.stdin.read()
         os.kill(supervisor.pids()["encoder"], signal.SIGKILL)
         await heard.until(lambda said: "died" in said.events())
         first = next(said["pid"] for said in heard if said["event"] == "child")
-        await until_gone(first)
+        await gone(first)
 
 
 async def test_one_that_does_not_end_is_killed() -> None:
@@ -257,7 +246,7 @@ async def test_workers_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> Non
     assert len(pids) == 2
     process.kill()
     await process.wait()
-    await until_gone(*pids)
+    await gone(*pids)
 
 
 def test_lines_of_a_log_become_records() -> None:

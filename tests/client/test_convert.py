@@ -19,7 +19,7 @@ from chiasm.client import (
 )
 from chiasm.client.convert import to_generate
 from chiasm.errors import InvalidRequest
-from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
+from chiasm.rpc.limits import MEDIA_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -267,11 +267,11 @@ def test_an_empty_medium_is_refused_by_its_place() -> None:
 def test_media_larger_than_a_message_are_refused_before_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.mp4"
     with path.open("wb") as file:
-        file.truncate(CLIENT_MESSAGE_BYTES + 1)  # sparse
+        file.truncate(MEDIA_BYTES + 1)  # sparse
     with pytest.raises(InvalidRequest) as caught:
         request_of(Video(path))
     assert (caught.value.reason, caught.value.item) == ("MEDIA_TOO_LARGE", "messages[0].content[0]")
-    assert caught.value.facts == {"bytes": CLIENT_MESSAGE_BYTES + 1, "limit": CLIENT_MESSAGE_BYTES}
+    assert caught.value.facts == {"bytes": MEDIA_BYTES + 1, "limit": MEDIA_BYTES}
 
 
 def test_png_of_any_depth_goes_through_untouched() -> None:

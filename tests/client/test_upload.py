@@ -19,7 +19,7 @@ from chiasm.client import AsyncClient, Client, Frames, Handle, Image, Message, V
 from chiasm.client.convert import INLINE_BYTES, UPLOAD_TTL
 from chiasm.client.upload import Upload
 from chiasm.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, ServerError, StatusError
-from chiasm.rpc.limits import CHUNK_BYTES, CLIENT_MESSAGE_BYTES
+from chiasm.rpc.limits import CHUNK_BYTES, MEDIA_BYTES
 from chiasm.rpc.server import Server
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -240,7 +240,7 @@ async def test_in_process_and_elsewhere_everything_is_inside() -> None:
 async def test_media_beyond_any_message_are_uploaded_not_refused(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "long.mp4"
     with path.open("wb") as file:
-        file.truncate(CLIENT_MESSAGE_BYTES + 1)
+        file.truncate(MEDIA_BYTES + 1)
     async with AsyncClient(server.target) as client:
         stream = client.stream("fake", [Video(path), "?"])
         outgoing = stream._outgoing()

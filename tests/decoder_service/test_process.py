@@ -14,8 +14,8 @@ from chiasm.rpc.channel import connect
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from tests import digits
-from tests.rpc.test_http import fetch
-from tests.rpc.workers import Encoding, decode, decoder, fingerprint_of, metrics, worker
+from tests.rpc.plain import fetch, metrics
+from tests.rpc.workers import Encoding, decode, decoder, fingerprint_of, worker
 
 SERVICE = "decoder_service"
 
@@ -102,7 +102,7 @@ async def test_pools_that_are_too_small_for_a_question_refuse_it_and_not_the_sta
                 await decode(channel, fingerprint, "Read the digits. " * 4, max_tokens=64)
 
 
-async def test_without_an_arena_it_does_not_start(tmp_path: Path) -> None:
+async def test_an_arena_that_holds_nothing_is_refused_at_the_start(tmp_path: Path) -> None:
     given = ("--arena", str(tmp_path / "none"), "--arena-bytes", "1")
     async with worker(SERVICE, tmp_path, *given) as running:
         assert await running.ended() == 2

@@ -11,6 +11,7 @@ import pytest
 
 from chiasm.errors import InvalidRequest, StatusError, Unsupported
 from chiasm.media.types import Rgb
+from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service import convert
@@ -231,10 +232,10 @@ async def test_b119_more_text_than_may_be_tokenised_is_refused_untouched() -> No
         touched: list[str] = []
         system.decoder.prompt.text = touched.append  # type: ignore[method-assign, assignment]
         error = await refusal(
-            system, plain(system, "x" * (convert.MAX_TEXT_BYTES // 2), "x" * (convert.MAX_TEXT_BYTES // 2 + 1))
+            system, plain(system, "x" * (TEXT_BYTES // 2), "x" * (TEXT_BYTES // 2 + 1))
         )
     assert error.reason == "TEXT_TOO_LARGE" and not touched
-    assert error.facts == {"bytes": convert.MAX_TEXT_BYTES + 1, "limit": convert.MAX_TEXT_BYTES, "cause": "size"}
+    assert error.facts == {"bytes": TEXT_BYTES + 1, "limit": TEXT_BYTES, "cause": "size"}
 
 
 async def test_b120_slow_text_holds_up_nobody() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
 from chiasm.models.registry import Model, find
 from encoder_service.engine import EncoderEngine
+from tests.waiting import until
 
 ROOT = bytes(32)
 WORKERS = bytes(range(32))
@@ -62,15 +63,6 @@ async def engine(
         yield made
     finally:
         await made.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits for the engine to get somewhere, ten seconds at most."""
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
 
 
 @contextmanager
@@ -305,3 +297,35 @@ async def test_closing_fails_what_is_on_its_way(model: Model) -> None:
                 await task
         await closing
     assert caught.value.reason == "DRAINING" and caught.value.retryable
+
+
+class Slow(MemoryStore):
+    """A store whose puts wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.putting = asyncio.Event()
+        self.may = asyncio.Event()
+
+    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
+        place = await super().put(sealed, key, lease=lease)
+        self.putting.set()
+        await self.may.wait()
+        return place
+
+
+async def test_pins_follow_who_comes_and_who_leaves_while_an_entry_is_put(model: Model) -> None:
+    store, shown = Slow(), plan(model)
+    first, second = Lease.of(60), Lease.of(60)
+    async with engine(model, store=store) as encoder:
+        leaving = asyncio.create_task(encoder.announce(frame(1), shown, root=ROOT, lease=first))
+        await store.putting.wait()
+        joining = asyncio.create_task(encoder.announce(frame(1), shown, root=ROOT, lease=second))
+        await until(lambda: encoder.counts.joined_units == 1)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        store.may.set()
+        announced = await joining
+        assert store.stats().pinned_bytes > 0, "who joined has a pin"
+        await store.release(announced.contract.key, second.id)
+        assert store.stats().pinned_bytes == 0, "who left has none"

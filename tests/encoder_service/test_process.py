@@ -17,9 +17,10 @@ from chiasm.rpc.replica import node_id
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from tests import digits
-from tests.rpc.running import alive, children, started
-from tests.rpc.test_http import fetch
-from tests.rpc.workers import ARENA_BYTES, Encoding, encoder, fingerprint_of, flags, metrics, worker
+from tests.rpc.plain import fetch, metrics
+from tests.rpc.running import children, started
+from tests.rpc.workers import ARENA_BYTES, Encoding, encoder, fingerprint_of, flags, worker
+from tests.waiting import alive
 
 SERVICE = "encoder_service"
 

@@ -23,6 +23,7 @@ from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource
 from tests.media import make
 from tests.media.ask import frames, refusal
+from tests.waiting import alive, gone
 
 _ROOT = Path(__file__).parents[2]
 PICTURE = MediaSource("image", data=make.save(make.scene()))
@@ -31,20 +32,6 @@ PICTURE = MediaSource("image", data=make.save(make.scene()))
 def large_video(count: int = 12) -> MediaSource:
     """Frames of 2.8 MB: the socket holds less than one of them, so a worker waits for its reader."""
     return MediaSource("video", data=make.video([make.flat(720, 1280, (number, 0, 0)) for number in range(count)]))
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-async def gone(pid: int) -> None:
-    """Waits until the process has ended."""
-    while alive(pid):  # noqa: ASYNC110  (it ends in another process, there is no event to wait for)
-        await asyncio.sleep(0.01)
 
 
 async def test_nothing_is_started_before_it_is_used_and_nothing_is_left() -> None:

@@ -105,6 +105,7 @@ class MeddledFleet:
 
     Attributes:
         lost_workers: in the order in which they were lost.
+        given: every worker in the order in which they were asked for, each a life of its own.
     """
 
     def __init__(self, service: LocalService, *, encoder: Meddle = untouched, decoder: Meddle = untouched) -> None:
@@ -115,6 +116,7 @@ class MeddledFleet:
         self.encoders: MeddledEncoder | None = None
         self.decoders: MeddledDecoder | None = None
         self.lost_workers: list[object] = []
+        self.given: list[EncoderWorker | DecoderWorker] = []
 
     def models(self) -> Mapping[str, Served]:
         return self.inner.models()
@@ -122,12 +124,16 @@ class MeddledFleet:
     async def decoder(self, model: Served) -> DecoderWorker:
         worker = await self.inner.decoder(model)
         self.decoders = self.decoders or MeddledDecoder(worker.calls, self._meddle_decoder)
-        return Worker[DecoderCalls](worker.replica_id, self.decoders)
+        given = Worker[DecoderCalls](worker.replica_id, self.decoders)
+        self.given.append(given)
+        return given
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
         worker = await self.inner.encoder(model, decoder, hint=hint)
         self.encoders = self.encoders or MeddledEncoder(worker.calls, self._meddle_encoder)
-        return Worker[EncoderCalls](worker.replica_id, self.encoders)
+        given = Worker[EncoderCalls](worker.replica_id, self.encoders)
+        self.given.append(given)
+        return given
 
     def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
         self.lost_workers.append(worker)

@@ -18,9 +18,10 @@ from tests import digits
 from tests.asking import ask, forget, image, question, running, video
 from tests.decoder_service.test_entries import Meddling
 from tests.e2e.test_requests import settled
-from tests.encoder_service.test_engine import until
-from tests.router.scripted import Meddle, MeddledEncoder, MeddledFleet, answer
+from tests.router.scripted import Meddle, MeddledDecoder, MeddledEncoder, MeddledFleet, answer
+from tests.waiting import until
 
+KINDS = {"encoder": MeddledEncoder, "decoder": MeddledDecoder}
 STAGES_OF_AN_ENCODING = ["probed", "sized", "ready", "end"]
 
 
@@ -270,6 +271,34 @@ async def test_a_worker_that_is_ending_has_not_begun_and_is_not_held_against_the
         await settled(service)
 
 
+# -- workers that stand still ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("role", "before"), [("encoder", "sized"), ("decoder", "admitted"), ("decoder", "tokens")])
+async def test_a_worker_that_is_not_heard_of_is_replaced_although_its_connection_stands(role: str, before: str) -> None:
+    clip = digits.shipped_clips()[-1]
+    stands = asyncio.Event()
+
+    async def stand_still(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> None:
+        if number == 1 and response.WhichOneof("message") == before:
+            stands.set()
+            await asyncio.Event().wait()
+
+    async with running() as service:
+        fleet = (
+            MeddledFleet(service, encoder=stand_still)
+            if role == "encoder"
+            else MeddledFleet(service, decoder=stand_still)
+        )
+        asking = asyncio.create_task(answer(fleet, question("Read the digits.", video(clip.path.read_bytes()))))
+        await stands.wait()
+        still = next(worker for worker in fleet.given if isinstance(worker.calls, KINDS[role]))
+        still.silent.set()
+        assert (await asking).text == clip.answer
+        assert fleet.lost_workers == [still]
+        await settled(service)
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -289,12 +318,14 @@ async def test_a_deadline_names_the_stage_at_which_it_passed(stage: str, after: 
 
         standing: list[asyncio.Task[bool]] = []
         fleet = MeddledFleet(service, decoder=stand_still)
+        request = question("Read the digits.", video(clip.path.read_bytes()))
+        if after is not None:
+            await ask(service, request)  # what comes before that stage is quick the second time
         try:
             if stage == "encode":
                 service.encoder.device.submit(gate.wait)
             elif after is None:
                 stand_still()
-            request = question("Read the digits.", video(clip.path.read_bytes()))
             ending = asyncio.create_task(answer(fleet, request, deadline=time.monotonic() + 2.0))
             await asyncio.sleep(2.5)  # leaving waits for what stands still
         finally:

@@ -23,9 +23,9 @@ def estimate_of(request: rpb.GenerateRequest) -> rpb.EstimateRequest:
 
 
 async def estimated(
-    service: LocalService, request: rpb.GenerateRequest, *, encoder: Meddle = untouched
+    service: LocalService, request: rpb.GenerateRequest, *, encoder: Meddle = untouched, decoder: Meddle = untouched
 ) -> rpb.EstimateResponse:
-    fleet = MeddledFleet(service, encoder=encoder)
+    fleet = MeddledFleet(service, encoder=encoder, decoder=decoder)
     sources = [Inline(medium) for medium in request.media]
     work = Estimating(estimate_of(request), sources, fleet, fleet.served, tenant_root=bytes(32))
     return await work.run()
@@ -90,6 +90,16 @@ async def test_what_is_wrong_with_the_request_is_found_before_anything_is_asked(
         assert caught.value.reason == "FIELD_MISSING"
         with pytest.raises(DeadlineExceeded):
             await service.router.estimate(estimate_of(question("?")), timeout=0)
+
+
+async def test_a_lost_decoder_is_replaced_once_for_an_estimate_too() -> None:
+    async with running() as service:
+        request = question("?", image(picture(64, 64)))
+        whole = await estimated(service, request)
+        assert await estimated(service, request, decoder=dies_before("admitted")) == whole
+        with pytest.raises(Unavailable):
+            await estimated(service, request, decoder=dies_before("admitted", times=9))
+        await settled(service)
 
 
 async def test_a_lost_encoder_is_replaced_for_an_estimate_too() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Role, until
+from tests.processes import Role
 from tests.router.test_static_fleet import Decoder, Encoder, serving
+from tests.waiting import until
 
 
 def secret(folder: Path, text: str = "0" * 64, mode: int = 0o600) -> Path:

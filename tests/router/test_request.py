@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from chiasm.errors import Fact, InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -49,6 +50,30 @@ def test_a_request_id_is_told_in_bounded_length() -> None:
     request.request_id = "\n" * 10_000
     error = refusal(request)
     assert error.item == "request_id" and len(str(error)) < 300 and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("where", ["parts", "turns", "plain", "media", "frames", "times", "stop"])
+def test_b140_a_list_of_millions_is_refused_by_its_length(where: str) -> None:
+    request = question("hello", pb.Media(kind=pb.MEDIA_KIND_VIDEO, data=b"x"))
+    many = 300_000
+    if where == "parts":
+        request.prompt.conversation.turns[0].parts.extend([pb.Part()] * many)
+    elif where == "turns":
+        request.prompt.conversation.turns.extend([pb.Turn()] * many)
+    elif where == "plain":
+        request.prompt.plain.parts.extend([pb.Part()] * many)
+    elif where == "media":
+        request.media.extend([pb.Media()] * many)
+    elif where == "frames":
+        request.media[0].frames.frames.extend([pb.Frame()] * many)
+    elif where == "times":
+        request.media[0].sampling.exact_offsets.extend([Duration()] * many)
+    else:
+        request.sampling.stop.extend(["x"] * many)
+    with pytest.raises(InvalidRequest) as caught:
+        check_generate(request)
+    assert caught.value.reason == "TOO_MANY_ITEMS"
+    assert int(caught.value.facts["got"]) >= many > int(caught.value.facts["limit"])
 
 
 def test_unknown_roles_and_kinds_are_told_with_their_place() -> None:

@@ -10,18 +10,20 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from chiasm.errors import ConnectionFailed, Unavailable
+from chiasm.errors import ConnectionFailed, DeadlineExceeded, Unavailable
 from chiasm.rpc.server import Server
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc, encoder_pb2_grpc
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.fleet import Served
-from router.member import addresses
+from router.member import Member, Members, addresses
+from router.remote import RemoteEncoder
 from router.static_fleet import StaticFleet
-from tests.processes import until
+from tests.waiting import until
 
 PRINT = bytes(range(32))
 ARENA = bytes(16)
@@ -91,7 +93,7 @@ async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder() -> Non
 @pytest.mark.parametrize("other", [{"fingerprint": bytes(32)}, {"arena": bytes([1] * 16)}, {"model": "other"}])
 async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> None:
     async with serving(Encoder(**other)) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.3) as fleet:
-        await asyncio.sleep(0.3)
+        await until(lambda: len([*fleet.workers()]) == 2)
         assert "m" not in fleet.models()
         with pytest.raises(Unavailable) as caught:
             await fleet.decoder(Served("m", PRINT, "f", 7, 3))
@@ -180,6 +182,63 @@ async def test_a_call_that_broke_at_a_worker_that_lives_costs_it_one_question() 
         encoder = await fleet.encoder(model, decoder, hint=b"")
         fleet.lost(encoder)
         assert (await fleet.encoder(model, decoder, hint=b"")).replica_id == encoder.replica_id
+
+
+async def test_a_name_that_drops_a_worker_leaves_its_calls_alone() -> None:
+    """A pod that ends is taken out of its name first, and drains then."""
+    there = [True]
+
+    async with serving(Encoder()) as e:
+
+        def member(target: str) -> Member[RemoteEncoder, epb.EncoderInfoResponse]:
+            remote = RemoteEncoder(target)
+            return Member(remote, remote.info, remote.close, lambda: None, beat=0.05)
+
+        async def find(name: str) -> list[str]:
+            return [e] if there[0] else []
+
+        members = Members(["dns:///encoders:1"], member)
+        await members.look_up(find)
+        await until(lambda: len([*members.up()]) == 1)
+        ((worker, _),) = members.up()
+        there[0] = False
+        with worker.busy():
+            await members.look_up(find)
+            assert not [*members.up()], "it gets nothing new"
+            await worker.calls.reach()
+            there[0] = True
+            await members.look_up(find)
+            await until(lambda: len([*members.up()]) == 1)
+            assert [known for known, _ in members.up()] == [worker], "it is back, and the same"
+            there[0] = False
+            await members.look_up(find)
+            await worker.calls.reach()
+        await members.look_up(find)
+        with pytest.raises(grpc.aio.UsageError):
+            await worker.calls.reach()
+
+
+async def test_a_worker_that_stands_still_is_told_apart_from_one_that_is_gone() -> None:
+    encoder = Encoder()
+    async with serving(encoder) as e:
+        remote, asked = RemoteEncoder(e), asyncio.Event()
+
+        async def ask(*, timeout: float) -> epb.EncoderInfoResponse:  # noqa: ASYNC109
+            if asked.is_set():
+                raise DeadlineExceeded("the deadline of the call passed")
+            return await remote.info(timeout=timeout)
+
+        member = Member(remote, ask, remote.close, lambda: None, beat=0.05)
+        await until(lambda: member.up is not None)
+        assert member.up is not None
+        worker = member.up[0]
+        asked.set()
+        await asyncio.wait_for(worker.silent.wait(), 5)
+        assert member.up is None
+        asked.clear()
+        await until(lambda: member.up is not None)
+        assert member.up[0] is not worker and not member.up[0].silent.is_set(), "what was given up stays given up"
+        await member.close()
 
 
 async def test_a_name_stands_for_every_address_it_has() -> None:

@@ -12,7 +12,8 @@ from chiasm.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded
 from chiasm.rpc.limits import CHUNK_BYTES
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
-from router.uploads import Upload, UploadLimits, Uploads
+from router.upload import PIECE_BYTES, Upload
+from router.uploads import UploadLimits, Uploads
 
 TENANT = bytes(32)
 ID = bytes(range(16))
@@ -155,6 +156,7 @@ async def test_the_time_to_live_that_is_asked_for_is_bounded() -> None:
         ([header(byte_length=3), piece(b"wxyz")], "length"),
         ([header(), piece(bytes(CHUNK_BYTES + 1), last=True)], "chunk"),
         ([header(), piece(b"x", frame=1, last=True)], "frame"),
+        ([header(), piece(b""), piece(b"x", last=True)], "chunk"),
         ([header(digest=bytes(32)), piece(b"x", last=True)], "digest"),
     ],
 )
@@ -176,7 +178,7 @@ async def test_a_broken_promise_is_noticed_before_a_reader_takes_it_for_the_whol
     sender.send(piece(b"XX", last=True), None)
     with pytest.raises(InvalidRequest) as caught:
         await reading
-    assert (caught.value.reason, caught.value.facts["cause"]) == ("UPLOAD_PROTOCOL", "UPLOAD_PROTOCOL")
+    assert (caught.value.reason, caught.value.facts["cause"]) == ("UPLOAD_PROTOCOL", "digest")
     with pytest.raises(InvalidRequest):
         await receiving
 
@@ -198,7 +200,7 @@ async def test_a_sender_that_leaves_ends_the_requests_that_read() -> None:
     receiving.cancel()
     with pytest.raises(InvalidRequest) as caught:
         await reading
-    assert caught.value.facts["cause"] == "UPLOAD_PROTOCOL" and len(uploads) == 0
+    assert caught.value.facts["cause"] == "broken" and len(uploads) == 0
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ async def test_equal_bytes_may_be_sent_again_and_other_bytes_may_not() -> None:
     uploads = Uploads(UploadLimits())
     for _ in range(2):
         await uploads.receive(TENANT, sent(header(), piece(b"same", last=True)))
-    assert (len(uploads), uploads.size) == (1, 4)
+    assert (len(uploads), uploads.size) == (1, 4 + PIECE_BYTES)
     with pytest.raises(InvalidRequest) as caught:
         await uploads.receive(TENANT, sent(header(), piece(b"other", last=True)))
     assert (caught.value.reason, caught.value.code) == ("UPLOAD_IN_USE", "ALREADY_EXISTS")
@@ -231,7 +233,7 @@ async def test_equal_bytes_may_be_sent_again_and_other_bytes_may_not() -> None:
 
 async def test_room_is_made_by_what_waited_longest_and_never_by_what_is_read() -> None:
     clock = Clock()
-    uploads = Uploads(UploadLimits(total_bytes=10, header_seconds=0.01), clock=clock)
+    uploads = Uploads(UploadLimits(total_bytes=2 * (5 + PIECE_BYTES), header_seconds=0.01), clock=clock)
     ids = [bytes([i] * 16) for i in range(4)]
     for number, upload_id in enumerate(ids[:2]):
         clock.now = number
@@ -243,7 +245,7 @@ async def test_room_is_made_by_what_waited_longest_and_never_by_what_is_read() -
         with uploads.held(await uploads.find(TENANT, ids[2].hex())), pytest.raises(Overloaded) as caught:
             await uploads.receive(TENANT, sent(header(ids[3]), piece(b"1", last=True)))
     assert caught.value.reason == "UPLOADS_FULL" and caught.value.retryable
-    assert uploads.size == 10
+    assert uploads.size == 2 * (5 + PIECE_BYTES)
 
 
 async def test_as_many_uploads_are_kept_as_may_be() -> None:
@@ -254,3 +256,48 @@ async def test_as_many_uploads_are_kept_as_may_be() -> None:
     with uploads.held(await find(uploads)), pytest.raises(Overloaded) as caught:
         await uploads.receive(TENANT, sent(header(bytes(16)), piece(b"x", last=True)))
     assert caught.value.retryable and caught.value.facts["uploads"] == 1
+
+
+async def test_an_upload_of_more_frames_than_any_list_has_is_refused_at_its_header() -> None:
+    uploads, asked = Uploads(UploadLimits()), header()
+    asked.header.media.frames.frames.extend(pb.FrameHeader() for _ in range(5000))
+    with pytest.raises(InvalidRequest) as caught:
+        await uploads.receive(TENANT, sent(asked, piece(b"x", last=True)))
+    assert caught.value.reason == "TOO_MANY_ITEMS" and caught.value.facts["got"] == 5000
+
+
+async def test_small_pieces_count_for_more_than_their_bytes() -> None:
+    """Keeping a piece costs more than a byte."""
+    uploads = Uploads(UploadLimits(total_bytes=1 << 20))
+    with pytest.raises(Overloaded):
+        await uploads.receive(TENANT, sent(header(), *[piece(b"x")] * 3000, piece(b"x", last=True)))
+    assert uploads.size == 0
+
+
+async def test_an_upload_that_takes_too_long_is_given_up_although_it_moves() -> None:
+    clock = Clock()
+    uploads = Uploads(UploadLimits(max_seconds=10), clock=clock)
+
+    async def slow() -> AsyncIterator[rpb.UploadRequest]:
+        yield header()
+        while True:
+            clock.now += 4
+            yield piece(b"x")
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        await uploads.receive(TENANT, slow())
+    assert caught.value.stage == "upload" and (len(uploads), clock.now) == (0, 12)
+
+
+async def test_a_medium_is_not_forgotten_while_it_is_sent_again() -> None:
+    clock, sender = Clock(), Sender()
+    uploads = Uploads(UploadLimits(ttl=10), clock=clock)
+    await uploads.receive(TENANT, sent(header(), piece(b"same", last=True)))
+    again = asyncio.create_task(uploads.receive(TENANT, sender.requests()))
+    sender.send(header(), piece(b"sa"))
+    await asyncio.sleep(0.01)
+    clock.now = 20
+    await uploads.receive(TENANT, sent(header(bytes(16)), piece(b"other", last=True)))
+    sender.send(piece(b"me", last=True), None)
+    assert (await again).handle == HANDLE
+    assert await read(await find(uploads)) == b"same"

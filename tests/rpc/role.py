@@ -22,7 +22,7 @@ SCRIPT = sys.argv[1]
 
 
 class Router(router_pb2_grpc.RouterServicer):
-    """`ListModels` takes as long as it is told; `Estimate` stops the event loop for good."""
+    """`ListModels` takes as long as it is told, and finds what is lacking; `Estimate` stops the event loop for good."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -30,6 +30,8 @@ class Router(router_pb2_grpc.RouterServicer):
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
         self._calls.inc()
+        if SCRIPT == "lacking":
+            await _find(self._process)
         logging.getLogger("role").info("called")
         seconds = float(dict(context.invocation_metadata()).get("seconds", 0))
         await asyncio.sleep(seconds)
@@ -52,7 +54,6 @@ async def serve(settings: RoleSettings, process: Process) -> AsyncIterator[None]
         await asyncio.to_thread(_load, process)
     if SCRIPT == "lacking":
         await process.require("an encoder", there=False)
-        asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(_find(process)))
     process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, Router(process))
     yield
 

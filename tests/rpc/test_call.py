@@ -252,3 +252,18 @@ async def test_a_call_with_its_own_request_needs_none(channel: grpc.aio.Channel)
         async for _ in streamed(router.Generate(router_pb2.GenerateRequest())):
             pass
     assert caught.value.code == "UNIMPLEMENTED"
+
+
+async def test_a_server_that_has_heard_enough_ends_well_while_requests_are_still_sent() -> None:
+    async def many() -> AsyncGenerator[encoder_pb2.EncodeRequest, None]:
+        yield encoder_pb2.EncodeRequest(open=encoder_pb2.EncodeOpen(item="once"))
+        yield encoder_pb2.EncodeRequest(open=encoder_pb2.EncodeOpen(item="end"))
+        for _ in range(20):
+            yield encoder_pb2.EncodeRequest(chunk=common_pb2.MediaChunk(data=bytes(1 << 20)))
+
+    server = Server("127.0.0.1:0")
+    server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, Encoder())
+    async with server, connect(server.target) as channel:
+        for _ in range(30):
+            told = [response async for response in streamed(encoder_pb2_grpc.EncoderStub(channel).Encode(), many())]
+            assert len(told) == 1

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -17,28 +14,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from chiasm.rpc.http import PlainPort
-
-
-class Answer(NamedTuple):
-    status: int
-    body: str
-    kind: str
-
-    @property
-    def told(self) -> Mapping[str, object]:
-        told = json.loads(self.body)
-        assert isinstance(told, dict)
-        return told
-
-
-def fetch(address: str, path: str, *, method: str = "GET", accept: str = "*/*") -> Answer:
-    request = urllib.request.Request(f"http://{address}{path}", method=method, headers={"Accept": accept})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return Answer(response.status, response.read().decode(), response.headers["Content-Type"])
-    except urllib.error.HTTPError as error:
-        with error:
-            return Answer(error.code, error.read().decode(), error.headers["Content-Type"])
+from tests.rpc.plain import Answer, fetch
 
 
 async def get(port: PlainPort, path: str, *, method: str = "GET", accept: str = "*/*") -> Answer:

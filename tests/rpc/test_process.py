@@ -17,8 +17,8 @@ from chiasm.errors import ChiasmError
 from chiasm.rpc.call import answered
 from chiasm.rpc.channel import connect
 from chiasm.rpc.v1 import router_pb2, router_pb2_grpc
+from tests.rpc.plain import fetch
 from tests.rpc.running import ROOT, Running, outcome, started
-from tests.rpc.test_http import fetch
 
 ROLE = str(Path(__file__).with_name("role.py"))
 
@@ -129,11 +129,12 @@ async def test_it_is_ready_when_all_it_needs_is_there() -> None:
         listening = await running.logged("listening")
         assert fetch(listening["http"], "/readyz").told["missing"] == ["an encoder"]
         assert fetch(listening["http"], "/healthz").status == 200
+        await models(listening["target"])
         ready = await running.logged("ready")
         assert (await running.logged("not ready"))["missing"] == ["an encoder"]
         await running.logged("ready again")
         assert fetch(ready["http"], "/readyz").status == 200
-    assert running.events == ["starting", "listening", "ready", "not ready", "ready again"]
+    assert running.events == ["starting", "listening", "ready", "not ready", "ready again", "called"]
 
 
 async def test_the_plain_port_answers_while_it_loads(tmp_path: Path) -> None:

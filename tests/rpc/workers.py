@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from prometheus_client.parser import text_string_to_metric_families
 
 from chiasm.rpc.call import answered, streamed
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -17,7 +16,6 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc, encoder_pb2_grpc
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from tests.rpc.running import Running, started
-from tests.rpc.test_http import fetch
 
 ARENA_BYTES = 16 << 20
 ITEM = "messages[0].content[0]"
@@ -40,17 +38,6 @@ def flags(folder: Path, *more: str) -> list[str]:
 def worker(service: str, folder: Path, *more: str) -> AbstractAsyncContextManager[Running]:
     """`encoder_service` or `decoder_service`, while the block lasts."""
     return started("-m", service, *flags(folder, *more))
-
-
-def metrics(http: str) -> dict[str, float]:
-    """What a worker measured: `name`, or `name:value` of the one label that it has besides the model's name."""
-    samples = {}
-    for family in text_string_to_metric_families(fetch(http, "/metrics").body):
-        for sample in family.samples:
-            assert sample.labels["model_name"] == "digits"
-            told_apart = [value for label, value in sample.labels.items() if label != "model_name"]
-            samples[":".join([sample.name, *told_apart])] = sample.value
-    return samples
 
 
 def encoder(channel: grpc.aio.Channel) -> encoder_pb2_grpc.EncoderAsyncStub:
