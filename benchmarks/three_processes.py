@@ -50,10 +50,10 @@ async def many(client: AsyncClient, content: Content) -> float:
     return time.perf_counter() - began
 
 
-async def measure(device: str, rounds: int) -> dict[str, object]:
+async def measure(rounds: int) -> dict[str, object]:
     clip = SHIPPED / MODEL / "held_out" / "clip_8.mp4"
     content: Content = [Video(clip.read_bytes()), "Read the digits."]
-    options = Options(folder=SHIPPED / MODEL, name=MODEL, listen="127.0.0.1:0", device=device, arena_bytes=64 << 20)
+    options = Options(folder=SHIPPED / MODEL, name=MODEL, listen="127.0.0.1:0", arena_bytes=64 << 20)
     single: dict[str, list[Timed]] = {"one": [], "three": []}
     crowd: dict[str, list[float]] = {"one": [], "three": []}
     async with (
@@ -81,7 +81,6 @@ async def measure(device: str, rounds: int) -> dict[str, object]:
         "three_ms": round(1000 * whole["three"], 2),
         "first_token_one_ms": round(1000 * first["one"], 2),
         "first_token_three_ms": round(1000 * first["three"], 2),
-        "device": device,
         "rounds": rounds,
         "threads": os.environ.get("OMP_NUM_THREADS", "default"),
     }
@@ -89,11 +88,10 @@ async def measure(device: str, rounds: int) -> dict[str, object]:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks three_processes", description=__doc__)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     options = parser.parse_args(arguments)
-    result = asyncio.run(measure(options.device, options.rounds))
+    result = asyncio.run(measure(options.rounds))
     if not options.json:
         print(f"a whole answer: one process {result['one_ms']} ms, three {result['three_ms']} ms")
     print(json.dumps(result))

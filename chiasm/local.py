@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from chiasm.cache.memory import MemoryStore
-from chiasm.cache.tenant import tenant_root
+from chiasm.cache.tenant import LOCAL, tenant_root
 from chiasm.client.transport import Metadata
 from chiasm.errors import ChiasmError, DeadlineExceeded, Unavailable
 from chiasm.media.sandbox import Sandbox
@@ -27,15 +27,13 @@ from chiasm.rpc.status import from_status, to_status
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
-from decoder_service.engine import DecoderEngine, token_bytes
+from decoder_service.engine import DecoderEngine, pool_tokens
 from decoder_service.model import DecoderModel
 from decoder_service.servicer import DecoderServicer
 from encoder_service.engine import EncoderEngine
 from encoder_service.servicer import EncoderServicer
 from router.fleet import DecoderWorker, EncoderWorker, Served, Worker
 from router.servicer import RouterServicer
-
-TENANT = "local"
 
 _log = logging.getLogger(__name__)
 
@@ -148,8 +146,9 @@ class LocalService:
         fingerprint = model.checkpoint.fingerprint
         workers = secrets.token_bytes(32)
         decoder_half = model.decoder(device=device, dtype=dtype)
-        wanted = 4 * decoder_half.max_positions
-        per_text, per_visual = token_bytes(decoder_half)
+        text, visual = pool_tokens(
+            decoder_half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
+        )
         self.name = model.name
         self._asked = asked
         self.store = MemoryStore(settings.store_bytes)
@@ -161,12 +160,7 @@ class LocalService:
             workers_secret=workers,
             max_patches=settings.max_patches,
         )
-        engine = DecoderEngine(
-            decoder_half,
-            model.processor,
-            text_tokens=settings.text_tokens or min(wanted, settings.pool_bytes // per_text),
-            visual_tokens=settings.visual_tokens or min(wanted, settings.pool_bytes // per_visual),
-        )
+        engine = DecoderEngine(decoder_half, model.processor, text_tokens=text, visual_tokens=visual)
         self.decoder = DecoderModel(
             engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers
         )
@@ -189,7 +183,7 @@ class LocalService:
             context_limit=self.decoder.context_limit,
             layers=decoder_half.layers_total,
         )
-        root = tenant_root(secrets.token_bytes(32), TENANT)
+        root = tenant_root(secrets.token_bytes(32), LOCAL)
         fleet = _OnePair(served, _Encoder(encoder), _Decoder(decoder))
         self.router = RouterServicer(fleet, tenant_root=root)
 

@@ -16,10 +16,6 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.sampler import Drawing
 from decoder_service.sequence import SizedSlot
 
-"""Of one prompt. It bounds the time that tokenising takes, which grows with the size, whatever the text is: 3 to 9 s of
-one core for so much of one letter, of spaces, of digits, of words, of Chinese or of emoji, with 447 and with 60,000
-tokens."""
-
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant", pb.ROLE_TOOL: "tool"}
 
 # Options of the wire that are not done yet, each with the value that means "not used".

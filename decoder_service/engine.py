@@ -34,6 +34,13 @@ def token_bytes(half: DecoderHalf) -> tuple[int, int]:
     return half.self_layers * per_layer, half.entry_shape.layers * per_layer
 
 
+def pool_tokens(half: DecoderHalf, *, text: int | None, visual: int | None, most_bytes: int) -> tuple[int, int]:
+    """Tokens of the self pool and of the cross pool: those asked for, else four contexts within `most_bytes` each."""
+    wanted = 4 * half.max_positions
+    per_text, per_visual = token_bytes(half)
+    return text or min(wanted, most_bytes // per_text), visual or min(wanted, most_bytes // per_visual)
+
+
 class DecoderEngine:
     """One model on one device with its two pools.
 

@@ -14,7 +14,7 @@ from chiasm.rpc.replica import replica
 from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import decoder_pb2_grpc
 from chiasm.settings import read_secret
-from decoder_service.engine import DecoderEngine, token_bytes
+from decoder_service.engine import DecoderEngine, pool_tokens
 from decoder_service.metrics import collector
 from decoder_service.model import DecoderModel
 from decoder_service.servicer import DecoderServicer
@@ -26,11 +26,11 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
     with closing(await asyncio.to_thread(region, settings)) as shared:
-        model, engine = await asyncio.to_thread(_load, settings, process)
+        model, engine, fingerprint = await asyncio.to_thread(_load, settings, process)
         decoder = DecoderModel(
             engine,
             model.prompt(),
-            fingerprint=model.checkpoint.fingerprint,
+            fingerprint=fingerprint,
             store=ArenaStore(shared),
             workers_secret=secret,
             max_rows=settings.max_rows,
@@ -51,19 +51,14 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             await decoder.close()
 
 
-def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEngine]:
+def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEngine, str]:
     device, dtype = place(settings.device, settings.dtype)
     model = open_model(settings.model)
     model.name = settings.name or model.name
     with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total)):
         half = model.decoder(device=device, dtype=dtype)
-        assert model.checkpoint.fingerprint
-    wanted = 4 * half.max_positions
-    per_text, per_visual = token_bytes(half)
-    engine = DecoderEngine(
-        half,
-        model.processor,
-        text_tokens=settings.text_tokens or min(wanted, settings.pool_bytes // per_text),
-        visual_tokens=settings.visual_tokens or min(wanted, settings.pool_bytes // per_visual),
+        fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass
+    text, visual = pool_tokens(
+        half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
     )
-    return model, engine
+    return model, DecoderEngine(half, model.processor, text_tokens=text, visual_tokens=visual), fingerprint

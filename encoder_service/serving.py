@@ -28,11 +28,11 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
     with closing(await asyncio.to_thread(region, settings)) as shared:
-        model, half = await asyncio.to_thread(_load, settings, process)
+        model, half, fingerprint = await asyncio.to_thread(_load, settings, process)
         engine = EncoderEngine(
             half,
             model.processor,
-            fingerprint=model.checkpoint.fingerprint,
+            fingerprint=fingerprint,
             store=ArenaStore(shared),
             workers_secret=secret,
             max_patches=settings.max_patches,
@@ -58,11 +58,11 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             await engine.close()
 
 
-def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHalf]:
+def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHalf, str]:
     device, dtype = place(settings.device, settings.dtype)
     model = open_model(settings.model)
     model.name = settings.name or model.name
     with followed(model, "encoder", lambda done, total: process.loading(model.name, done, total)):
         half = model.encoder(device=device, dtype=dtype)
-        assert model.checkpoint.fingerprint
-    return model, half
+        fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass
+    return model, half, fingerprint

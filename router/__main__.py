@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from chiasm.cache.tenant import tenant_root
+from chiasm.cache.tenant import LOCAL, tenant_root
 from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
 from chiasm.rpc.process import Process, run
 from chiasm.rpc.v1 import router_pb2_grpc
@@ -19,15 +19,12 @@ from router.settings import RouterSettings
 from router.static_fleet import StaticFleet
 from router.uploads import UploadLimits
 
-TENANT = "local"
-"""Whose requests these are. There are no keys yet that would tell one tenant from another."""
-
 PAIR = "an encoder and a decoder that fit"
 
 
 @asynccontextmanager
 async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[None]:
-    root = tenant_root(read_secret(settings.tenants_secret_file), TENANT)
+    root = tenant_root(read_secret(settings.tenants_secret_file), LOCAL)
     fleet = StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
     limits = RouterLimits(
         max_seconds=settings.max_seconds,

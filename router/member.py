@@ -192,7 +192,7 @@ async def addresses(name: str) -> list[str]:
     loop = asyncio.get_running_loop()
     try:
         answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter for labels that no name can have
         return []
     return sorted({_target(str(answer[4][0]), str(answer[4][1])) for answer in answers})
 

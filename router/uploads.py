@@ -92,7 +92,8 @@ class Uploads:
             yield
         finally:
             upload.readers -= 1
-            upload.until = self._clock() + upload.ttl
+            if upload.whole:  # one that still comes is kept as long as it does
+                upload.until = self._clock() + upload.ttl
 
     async def receive(self, tenant: bytes, requests: AsyncIterator[rpb.UploadRequest]) -> rpb.UploadResponse:
         """Takes one upload to its end.
@@ -114,7 +115,7 @@ class Uploads:
                 await self._fill(upload, header, requests, keep=before is None)
         except BaseException as error:
             if before is None:
-                del self._kept[tenant, handle]
+                self._kept.pop((tenant, handle), None)
             await upload.fail(error if isinstance(error, ChiasmError) else _protocol("broken", "the sender left"))
             raise
         if before is not None and before.digest != upload.digest:

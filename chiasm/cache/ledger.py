@@ -118,7 +118,8 @@ class Ledger:
         return self._ready(extent.record, extent.generation)
 
     def touch(self, extent: Extent) -> None:
-        """Makes it the most recently used one."""
+        """Makes it the most recently used one. Of the time only its order is wanted here, so it is not the clock that
+        leases end by."""
         self._used[extent.record] = time.monotonic_ns()
 
     def reserve(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import blake3
 
 from chiasm.cache.framing import framed, u32
+
+LOCAL: Final = "local"
+"""The one tenant there is while no keys tell one from another."""
 
 
 def tenant_root(master: bytes, tenant: str, *, epoch: int = 0) -> bytes:

@@ -13,13 +13,17 @@ from typing import Self
 import typer
 
 from chiasm.errors import (
+    AuthenticationFailed,
     Cancelled,
     CheckpointError,
     ChiasmError,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
+    Overloaded,
+    PermissionDenied,
     StatusError,
+    Unavailable,
     Unsupported,
 )
 
@@ -124,4 +128,8 @@ def _fix(error: StatusError) -> str:
         return _FIXES[error.reason]
     if isinstance(error, InvalidRequest | NotFound | Unsupported):
         return "change the request; the same one would fail again"
+    if isinstance(error, AuthenticationFailed | PermissionDenied):
+        return "ask with a key that may do this (CHIASM_API_KEY)"
+    if isinstance(error, Overloaded | Unavailable):
+        return "try again later, or ask for less"
     return "this is a fault of the server: please report it with these three lines"

@@ -36,8 +36,9 @@ def run(options: Options, console: Console, *, json_log: bool) -> None:
 
     Raises CommandFailed, CheckpointError, OSError.
     """
-    addresses = [address for address in (options.listen, options.http) if address is not None]
-    reachable = [address for address in addresses if check_listen(address, insecure=options.insecure)]
+    reachable = check_listen(options.listen, insecure=options.insecure)
+    if options.http is not None:
+        check_listen(options.http, insecure=True)  # whoever reaches it learns counts, and can ask nothing
     board = Board(console, example=example(options.folder))
     if not json_log:
         banner(options, console)
@@ -48,10 +49,10 @@ def run(options: Options, console: Console, *, json_log: bool) -> None:
         board.close()
 
 
-async def _serve(options: Options, tell: Tell, reachable: list[str], signals: Interrupts) -> None:
+async def _serve(options: Options, tell: Tell, reachable: bool, signals: Interrupts) -> None:
     say = partial(record, logger=_LOGGER, role=ROLE)
-    for address in reachable:
-        tell(say(NOT_SAFE, level="warning", address=address))
+    if reachable:
+        tell(say(NOT_SAFE, level="warning", address=options.listen))
     async with running(options, tell, signals) as system:
         tell(say("ready", level="info", target=system.target, seconds=round(system.seconds, 3)))
         await system.supervisor.wait()

@@ -183,4 +183,5 @@ async def send(
 
 
 def _late(timeout: float | None) -> DeadlineExceeded:
+    assert timeout is not None, "what has no limit is never late"
     return DeadlineExceeded(f"the call took longer than {timeout:g} s (timeout)")

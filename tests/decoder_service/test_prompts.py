@@ -231,9 +231,7 @@ async def test_b119_more_text_than_may_be_tokenised_is_refused_untouched() -> No
     async with halves() as system:
         touched: list[str] = []
         system.decoder.prompt.text = touched.append  # type: ignore[method-assign, assignment]
-        error = await refusal(
-            system, plain(system, "x" * (TEXT_BYTES // 2), "x" * (TEXT_BYTES // 2 + 1))
-        )
+        error = await refusal(system, plain(system, "x" * (TEXT_BYTES // 2), "x" * (TEXT_BYTES // 2 + 1)))
     assert error.reason == "TEXT_TOO_LARGE" and not touched
     assert error.facts == {"bytes": TEXT_BYTES + 1, "limit": TEXT_BYTES, "cause": "size"}
 

@@ -19,7 +19,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc, encoder_pb2_grpc
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.fleet import Served
+from router.fleet import EncoderCalls, EncoderWorker, Served
 from router.member import Member, Members, addresses
 from router.remote import RemoteEncoder
 from router.static_fleet import StaticFleet
@@ -190,7 +190,7 @@ async def test_a_name_that_drops_a_worker_leaves_its_calls_alone() -> None:
 
     async with serving(Encoder()) as e:
 
-        def member(target: str) -> Member[RemoteEncoder, epb.EncoderInfoResponse]:
+        def member(target: str) -> Member[EncoderCalls, epb.EncoderInfoResponse]:
             remote = RemoteEncoder(target)
             return Member(remote, remote.info, remote.close, lambda: None, beat=0.05)
 
@@ -222,22 +222,26 @@ async def test_a_worker_that_stands_still_is_told_apart_from_one_that_is_gone() 
     encoder = Encoder()
     async with serving(encoder) as e:
         remote, asked = RemoteEncoder(e), asyncio.Event()
+        calls: EncoderCalls = remote
 
         async def ask(*, timeout: float) -> epb.EncoderInfoResponse:  # noqa: ASYNC109
             if asked.is_set():
                 raise DeadlineExceeded("the deadline of the call passed")
             return await remote.info(timeout=timeout)
 
-        member = Member(remote, ask, remote.close, lambda: None, beat=0.05)
-        await until(lambda: member.up is not None)
-        assert member.up is not None
-        worker = member.up[0]
+        member = Member(calls, ask, remote.close, lambda: None, beat=0.05)
+
+        async def there() -> EncoderWorker:
+            await until(lambda: member.up is not None)
+            assert member.up is not None
+            return member.up[0]
+
+        worker = await there()
         asked.set()
         await asyncio.wait_for(worker.silent.wait(), 5)
-        assert member.up is None
         asked.clear()
-        await until(lambda: member.up is not None)
-        assert member.up[0] is not worker and not member.up[0].silent.is_set(), "what was given up stays given up"
+        back = await there()
+        assert back is not worker and not back.silent.is_set(), "what was given up stays given up"
         await member.close()
 
 
@@ -250,7 +254,8 @@ async def test_a_name_stands_for_every_address_it_has() -> None:
 
 
 async def test_a_name_that_nobody_knows_stands_for_none_and_breaks_nothing() -> None:
-    assert await addresses("dns:///no.such.name.invalid:1") == []
+    for name in ("no.such.name.invalid", "a..b", "x" * 64):
+        assert await addresses(f"dns:///{name}:1") == []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{free.getsockname()[1]}"

@@ -289,6 +289,19 @@ async def test_an_upload_that_takes_too_long_is_given_up_although_it_moves() -> 
     assert caught.value.stage == "upload" and (len(uploads), clock.now) == (0, 12)
 
 
+async def test_a_reader_that_leaves_does_not_end_the_upload_it_read() -> None:
+    clock, sender = Clock(), Sender()
+    uploads = Uploads(UploadLimits(ttl=10), clock=clock)
+    receiving = asyncio.create_task(uploads.receive(TENANT, sender.requests()))
+    sender.send(header(), piece(b"sl"))
+    with uploads.held(await find(uploads)):
+        pass
+    clock.now = 60
+    sender.send(piece(b"ow", last=True), None)
+    await receiving
+    assert await read(await find(uploads)) == b"slow"
+
+
 async def test_a_medium_is_not_forgotten_while_it_is_sent_again() -> None:
     clock, sender = Clock(), Sender()
     uploads = Uploads(UploadLimits(ttl=10), clock=clock)
