@@ -121,7 +121,8 @@ def _refused(kind: type[Settings], error: ValidationError, origins: Mapping[str,
             problems.append(f"{_flag(name)} is missing")
             places.append(program)
             continue
-        value = ascii(problem["input"])[:160]
+        secret = name in kind.model_fields and "Secret" in str(kind.model_fields[name].annotation)
+        value = "what was given" if secret else ascii(problem["input"])[:160]
         problems.append(f"{name} is {value}: {problem['msg'].removeprefix('Value error, ')}")
         places.append(_place(name, origins.get(name, "default")))
     return SettingsError("; ".join(problems), ", ".join(dict.fromkeys(places)), f"{program} --help lists every setting")
