@@ -113,6 +113,9 @@ class _OnePair:
     def models(self) -> Mapping[str, Served]:
         return {self._model.name: self._model}
 
+    async def known(self) -> Mapping[str, Served]:
+        return self.models()
+
     async def decoder(self, model: Served) -> DecoderWorker:
         self._check()
         return self._decoder

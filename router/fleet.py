@@ -141,10 +141,17 @@ class Fleet(Protocol):
         """Every model that has been served by a fitting pair, by name."""
         ...
 
+    async def known(self) -> Mapping[str, Served]:
+        """As `models`. Waits a while for a first one, if nobody has answered yet.
+
+        Raises Unavailable NOT_READY, with a time to try again.
+        """
+        ...
+
     async def decoder(self, model: Served) -> DecoderWorker:
         """A decoder for one timeline. Waits a while for one, if there is none at the moment.
 
-        Raises Unavailable NO_READY_DECODER, with a time to try again.
+        Raises Unavailable NO_READY_DECODER, or NO_READY_ENCODER where only that is missing, with a time to try again.
         """
         ...
 

@@ -62,6 +62,7 @@ class Member(Generic[C, I]):
         self._changed = changed
         self._beat = beat
         self._worker: Worker[C] | None = None  # the last that answered here
+        self._before: list[Worker[C]] = []  # those before it on which something still runs
         self._up: tuple[Worker[C], I] | None = None
         self._doubted = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
@@ -75,7 +76,7 @@ class Member(Generic[C, I]):
     @property
     def idle(self) -> bool:
         """Whether no call of this router runs here."""
-        return self._worker is None or self._worker.running == 0
+        return not any(worker.running for worker in (self._worker, *self._before) if worker is not None)
 
     def doubt(self, worker: Worker[C]) -> None:
         """A call to it broke: it is asked at once, and is not up before it has answered."""
@@ -129,6 +130,7 @@ class Member(Generic[C, I]):
         if info is not None:
             worker = self._worker
             if worker is None or worker.replica_id != info.replica.replica_id or worker.silent.is_set():
+                self._before = [past for past in (worker, *self._before) if past is not None and past.running]
                 worker = Worker(info.replica.replica_id, self._calls, reach=info.replica.arena_id)
             worker.load = info.load.running + info.load.waiting
             self._worker = worker

@@ -23,7 +23,10 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 MAX_MEDIA = 256
 MAX_TURNS = 1024
 MAX_PARTS = 4096
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 19
+MAX_STOP_BYTES = 256
+MAX_MIME = 255
+"""Characters of a mime type. RFC 6838 allows 127 on either side of its stroke."""
 
 _HANDLE = re.compile(r"[0-9a-f]{32}")
 
@@ -102,6 +105,13 @@ def check_label(label: str) -> None:
         raise InvalidRequest.out_of_range("request_id", label, allowed, "request_id")
 
 
+def check_mime(mime: str, item: str) -> None:
+    """Raises InvalidRequest FIELD_OUT_OF_RANGE for a mime type that is none by its length."""
+    if len(mime) > MAX_MIME:
+        allowed = f"at most {MAX_MIME} characters"
+        raise InvalidRequest.out_of_range("mime_type", mime, allowed, item)
+
+
 def _check_media(prompt: pb.Prompt, media: Sequence[pb.Media]) -> None:
     """Every medium is placed once, in order, and may be opened."""
     slots = list(_check_prompt(prompt))
@@ -177,6 +187,7 @@ def _check_order(turns: Sequence[pb.Turn] | RepeatedCompositeFieldContainer[pb.T
 
 
 def _check_medium(medium: pb.Media, item: str) -> None:
+    check_mime(medium.mime_type, item)
     source = medium.WhichOneof("source")
     if source is None:
         raise InvalidRequest("FIELD_MISSING", "the medium has no source", item=item, facts={"field": "source"})
@@ -197,6 +208,9 @@ def _check_sampling(sampling: pb.SamplingParams) -> None:
         value = getattr(sampling, name)
         if sampling.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
             raise InvalidRequest.out_of_range(name, value, allowed, name)
+    for stop in sampling.stop:
+        if len(stop.encode()) > MAX_STOP_BYTES:
+            raise InvalidRequest.out_of_range("stop", stop, f"at most {MAX_STOP_BYTES} bytes each", "stop")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest.out_of_range(
             "min_tokens", sampling.min_tokens, f"at most max_tokens ({sampling.max_tokens})", "min_tokens"

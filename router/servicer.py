@@ -7,11 +7,12 @@ does.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -84,8 +85,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         with self._told("generate", label) as (said, telling):
             deadline = self._deadline(timeout)
             check_generate(request)
-            model = self._find(request.model)
-            async with self._sources(request) as sources:
+            model = await self._find(request.model, deadline)
+            async with self._sources(request, deadline) as sources:
                 work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
                 said["request"] = work.id.hex()
                 async with aclosing(work.run()) as events:
@@ -104,8 +105,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         with self._told("estimate", label) as (said, _):
             deadline = self._deadline(timeout)
             check_estimate(request)
-            model = self._find(request.model)
-            async with self._sources(request) as sources:
+            model = await self._find(request.model, deadline)
+            async with self._sources(request, deadline) as sources:
                 work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
                 said["request"] = work.id.hex()
                 return await work.run()
@@ -175,8 +176,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             seconds = min(seconds - min(self.limits.margin, seconds / 4), self.limits.max_seconds)
         return time.monotonic() + seconds
 
-    def _find(self, name: str) -> Served:
-        models = self.fleet.models()
+    async def _find(self, name: str, deadline: float) -> Served:
+        async with _until(deadline, "queue"):
+            models = await self.fleet.known()
         if name in models:
             return models[name]
         shown = name[:160]
@@ -184,19 +186,22 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         hint = f"; did you mean {near[0]}?" if near else ""
         raise NotFound(
             "MODEL_NOT_FOUND",
-            f"there is no model {shown!r} here, only {', '.join(sorted(models)) or 'none yet'}{hint}",
+            f"there is no model {shown!r} here, only {', '.join(sorted(models))}{hint}",
             facts={"model": shown, "models": ", ".join(sorted(models)), **({"nearest": near[0]} if near else {})},
         )
 
-    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest) -> _Sources:
+    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest, deadline: float) -> _Sources:
         items = item_paths(request.prompt, len(request.media))
-        return _Sources(self.uploads, self._root, request.media, items)
+        return _Sources(self.uploads, self._root, request.media, items, deadline)
 
 
 class _Sources:
     """The bytes of a request's media; uploads among them are held while the block runs."""
 
-    def __init__(self, uploads: Uploads, tenant: bytes, media: Sequence[pb.Media], items: Sequence[str]) -> None:
+    def __init__(
+        self, uploads: Uploads, tenant: bytes, media: Sequence[pb.Media], items: Sequence[str], deadline: float
+    ) -> None:
+        self._deadline = deadline
         self._uploads = uploads
         self._tenant = tenant
         self._media = media
@@ -217,7 +222,8 @@ class _Sources:
         if medium.WhichOneof("source") != "handle":
             return Inline(medium)
         try:
-            upload = await self._uploads.find(self._tenant, medium.handle)
+            async with _until(self._deadline, "fetch"):
+                upload = await self._uploads.find(self._tenant, medium.handle)
         except NotFound as error:
             raise error.at(item) from None
         if upload.header.kind != medium.kind:
@@ -230,6 +236,16 @@ class _Sources:
             )
         self._held.enter_context(self._uploads.held(upload))
         return upload
+
+
+@asynccontextmanager
+async def _until(deadline: float, stage: str) -> AsyncIterator[None]:
+    """Bounds the block by a deadline of `time.monotonic`. Raises DeadlineExceeded with the stage."""
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage) from None
 
 
 def _kind(kind: pb.MediaKind.ValueType) -> str:

@@ -77,17 +77,19 @@ class StaticFleet:
             self._known[name] = served
         return {name: current.get(name, replace(served, ready=False)) for name, served in self._known.items()}
 
+    async def known(self) -> Mapping[str, Served]:
+        return await self._wait_for(lambda: self.models() or None, lambda: ("NOT_READY", "no worker has answered yet"))
+
     async def decoder(self, model: Served) -> DecoderWorker:
+        def decoders() -> list[DecoderWorker]:
+            return [worker for worker, info in self._decoders.up() if _serves(info, model)]
+
         def choose() -> DecoderWorker | None:
-            found = [
-                worker
-                for worker, info in self._decoders.up()
-                if _serves(info, model) and self._encoders_of(model, worker.reach)
-            ]
+            found = [worker for worker in decoders() if self._encoders_of(model, worker.reach)]
             # Power of two choices: nearly as even as asking all of them, and no herd towards the emptiest.
             return min(random.sample(found, min(2, len(found))), key=lambda worker: worker.busyness, default=None)
 
-        return await self._wait_for(choose, "NO_READY_DECODER", f"no decoder takes requests for {model.name}")
+        return await self._wait_for(choose, lambda: _missing("encoder" if decoders() else "decoder", model))
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
         def choose() -> EncoderWorker | None:
@@ -95,7 +97,7 @@ class StaticFleet:
             found = self._encoders_of(model, decoder.reach)
             return max(found, key=lambda worker: blake3(hint + worker.replica_id).digest(), default=None)
 
-        return await self._wait_for(choose, "NO_READY_ENCODER", f"no encoder takes requests for {model.name}")
+        return await self._wait_for(choose, lambda: _missing("encoder", model))
 
     def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
         self._encoders.doubt(worker)
@@ -125,7 +127,7 @@ class StaticFleet:
         async with self._changes:
             await self._changes.wait()
 
-    async def _wait_for(self, choose: Callable[[], W | None], reason: str, message: str) -> W:
+    async def _wait_for(self, choose: Callable[[], W | None], missing: Callable[[], tuple[str, str]]) -> W:
         chosen = choose()
         if chosen is not None:
             return chosen
@@ -133,7 +135,7 @@ class StaticFleet:
             async with asyncio.timeout(self._patience), self._changes:
                 return cast(W, await self._changes.wait_for(choose))
         except TimeoutError:
-            raise Unavailable(reason, message, retry_after=1.0) from None
+            raise Unavailable(*missing(), retry_after=1.0) from None
 
     def _tell(self) -> None:
         telling = asyncio.create_task(self._notify())
@@ -156,3 +158,8 @@ class StaticFleet:
 
 def _serves(info: epb.EncoderInfoResponse | dpb.DecoderInfoResponse, model: Served) -> bool:
     return any((m.name, m.fingerprint) == (model.name, model.fingerprint) for m in info.models)
+
+
+def _missing(role: str, model: Served) -> tuple[str, str]:
+    """Reason and message."""
+    return f"NO_READY_{role.upper()}", f"no {role} takes requests for {model.name}"

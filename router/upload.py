@@ -31,7 +31,7 @@ class Upload:
         self.header = header
         self.ttl = ttl
         self.size = 0
-        self.kept = 0
+        self.kept = PIECE_BYTES + header.ByteSize()
         self.whole = False
         self.readers = 0
         self.until = 0.0  # when it is forgotten, by the clock of its keeper, unless it is read

@@ -19,6 +19,7 @@ from chiasm.rpc.limits import CHUNK_BYTES, LISTED_FRAMES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
+from router.request import check_mime
 from router.upload import PIECE_BYTES, Upload
 
 
@@ -146,6 +147,7 @@ class Uploads:
             raise InvalidRequest.out_of_range("kind", header.media.kind, "an image or a video", "header.media")
         if header.HasField("ttl") and not 0 < to_seconds(header.ttl) < 1e9:
             raise InvalidRequest.out_of_range("ttl", to_seconds(header.ttl), "more than 0 seconds", "header")
+        check_mime(header.media.mime_type, "header.media")
         frames = len(header.media.frames.frames)
         if frames > LISTED_FRAMES:
             raise InvalidRequest(
@@ -159,7 +161,7 @@ class Uploads:
         return header
 
     async def _keep(self, key: tuple[bytes, str], upload: Upload) -> None:
-        self._make_room(uploads=1)
+        self._make_room(size=upload.kept, uploads=1)
         upload.until = float("inf")  # while it comes
         self._kept[key] = upload
         async with self._came:

@@ -3,8 +3,8 @@
 A serving process never parses a picture or a video itself. It hands the bytes to a worker (`chiasm.media.worker`), and
 whatever happens there, a crash, endless work, memory without end, costs one request and one worker. This module starts
 workers, gives them one job at a time, checks every number they answer with before it allocates anything, and ends them
-when they break, when they are old, or when the caller leaves. It knows no format; raw frames, in which there is nothing
-to parse, never reach a worker.
+when they break, when they are old, or when the caller leaves in the middle of a long job. It knows no format; raw
+frames, in which there is nothing to parse, never reach a worker.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from types import TracebackType
 
 from chiasm.errors import InvalidRequest, ServerError, StatusError
 from chiasm.media import framing, raw
+from chiasm.media.job import Job
 from chiasm.media.open import check
 from chiasm.media.process import Died, Worker, message
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
 
 # A worker is replaced after so many jobs, so that what one file left behind in a library does not live for ever.
 JOBS_PER_WORKER = 200
+# Seconds that a job goes on whose caller has left. About what starting another process takes.
+LINGER = 0.5
 # Processor time is what is limited; the clock only catches a worker that sleeps, on a machine that may be busy.
 _WALL_FACTOR = 10.0
 _WALL_EXTRA = 30.0
@@ -48,6 +51,7 @@ class Sandbox:
         self._idle: list[Worker] = []
         self._living: set[Worker] = set()
         self._ending: set[Worker] = set()
+        self._abandoned: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -68,6 +72,8 @@ class Sandbox:
         self._closed = True
         for worker in tuple(self._living):
             self._end(worker)
+        if self._abandoned:
+            await asyncio.wait(self._abandoned)
         while self._ending:
             await asyncio.wait([worker.ended for worker in self._ending])
 
@@ -98,7 +104,7 @@ class Sandbox:
         """The frames at `indices`, one by one in presentation order, then exactly one `Decoded`.
 
         A worker decodes no further ahead than the socket holds, so a slow reader slows it down. Whoever stops reading
-        closes the generator (`contextlib.aclosing`): that ends the job at once.
+        closes the generator (`contextlib.aclosing`): what is left of a short job is thrown away, a longer one is ended.
 
         indices: strictly increasing frame numbers, not empty, as `probe` counts them; `(0,)` for an image.
 
@@ -129,19 +135,21 @@ class Sandbox:
     ) -> AsyncGenerator[Probed | Frame | Decoded, None]:
         """One job, on a second worker if the first one dies of it. Frames already given are not given again."""
         given = 0
-        async with self._turns:
+        await self._turns.acquire()
+        kept = True  # the turn: whoever leaves in the middle leaves it to the job
+        try:
             for attempt in (1, 2):
                 seen = 0
                 worker = self._worker()
+                job = Job(self._job(worker, do, source, indices))
                 try:
-                    async with aclosing(self._job(worker, do, source, indices)) as events:
-                        async for event in events:
-                            if not isinstance(event, Frame):
-                                break
-                            seen += 1
-                            if seen > given:
-                                given = seen
-                                yield event
+                    async for event in job:
+                        if not isinstance(event, Frame):
+                            break
+                        seen += 1
+                        if seen > given:
+                            given = seen
+                            yield event
                 except InvalidRequest as error:
                     if error.facts.get("cause") == "memory_limit":
                         self._end(worker)  # what it could not get once it may have kept in pieces
@@ -165,13 +173,29 @@ class Sandbox:
                             facts={"attempts": attempt},
                         ) from error
                 except BaseException:
-                    # The caller has left in the middle of a job; waiting for its end would cost what nobody reads.
-                    self._end(worker)
+                    kept = False
+                    leaving = asyncio.create_task(self._abandon(worker, job))
+                    self._abandoned.add(leaving)
+                    leaving.add_done_callback(self._abandoned.discard)
                     raise
                 else:
                     self._give_back(worker)
                     yield event
                     return
+        finally:
+            if kept:
+                self._turns.release()
+
+    async def _abandon(self, worker: Worker, job: Job[Probed | Frame | Decoded]) -> None:
+        """The caller has left in the middle of a job. A short one comes to its end, and its process lives on: starting
+        another costs more. A longer one is ended with its process."""
+        try:
+            if await job.leave(LINGER):
+                self._give_back(worker)
+            else:
+                self._end(worker)
+        finally:
+            self._turns.release()
 
     def _demand_open(self) -> None:
         if self._closed:

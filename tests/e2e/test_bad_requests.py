@@ -311,6 +311,14 @@ async def test_b151_absurd_deadlines_are_cut_and_past_ones_refused(served: Trio)
         assert await asyncio.to_thread(worked, served) == before
 
 
+async def test_a_deadline_that_passes_while_an_upload_is_waited_for_is_told_by_the_server(served: Trio) -> None:
+    async with router(served) as stub:
+        asked = question("?", pb.Media(kind=pb.MEDIA_KIND_IMAGE, handle="1" * 32))
+        with pytest.raises(DeadlineExceeded) as caught:
+            await over(stub, asked, timeout=1.0)
+    assert caught.value.stage == "fetch"
+
+
 async def test_b152_a_deadline_that_passes_at_a_worker_names_the_stage_before_the_clients_own_clock(
     served: Trio,
 ) -> None:

@@ -125,15 +125,32 @@ async def test_memory_is_limited_and_the_worker_lives_on_or_is_replaced() -> Non
         assert (await frames(sandbox, PICTURE))[1].frames == 1
 
 
-async def test_leaving_early_frees_the_worker() -> None:
+async def test_leaving_a_short_job_costs_no_process() -> None:
+    """Many callers leave early. Starting a process for each would take the processors from everybody else."""
     async with Sandbox() as sandbox:
-        async with aclosing(sandbox.decode(large_video(), range(12))) as events:
-            async for _ in events:
-                (busy,) = sandbox.pids
-                break
-        assert busy not in sandbox.pids
-        await gone(busy)
+        await sandbox.probe(PICTURE)
+        before = sandbox.pids
+        for _ in range(10):
+            task = asyncio.create_task(frames(sandbox, PICTURE))
+            await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(3):
+            async with aclosing(sandbox.decode(PICTURE, (0,))) as events:
+                await anext(events)
         assert (await sandbox.probe(PICTURE)).found == "PNG"
+        assert sandbox.pids == before
+
+
+async def test_an_abandoned_job_holds_its_turn_until_it_has_ended() -> None:
+    """Otherwise those who come and leave would start one process after another."""
+    async with Sandbox() as sandbox:
+        for _ in range(3):
+            async with aclosing(sandbox.decode(large_video(), range(12))) as events:
+                await anext(events)
+            assert len(sandbox.pids) == 1
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
+        assert len(sandbox.pids) == 1
 
 
 async def test_cancelling_frees_the_worker() -> None:

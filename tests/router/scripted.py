@@ -121,6 +121,9 @@ class MeddledFleet:
     def models(self) -> Mapping[str, Served]:
         return self.inner.models()
 
+    async def known(self) -> Mapping[str, Served]:
+        return await self.inner.known()
+
     async def decoder(self, model: Served) -> DecoderWorker:
         worker = await self.inner.decoder(model)
         self.decoders = self.decoders or MeddledDecoder(worker.calls, self._meddle_decoder)

@@ -76,6 +76,17 @@ def test_b140_a_list_of_millions_is_refused_by_its_length(where: str) -> None:
     assert int(caught.value.facts["got"]) >= many > int(caught.value.facts["limit"])
 
 
+@pytest.mark.parametrize("field", ["mime_type", "stop"])
+def test_long_words_are_refused_before_they_travel(field: str) -> None:
+    request = question("hello", pb.Media(kind=pb.MEDIA_KIND_IMAGE, data=b"x"))
+    if field == "stop":
+        request.sampling.stop.append("x" * 257)
+    else:
+        request.media[0].mime_type = "x" * 256
+    error = refusal(request)
+    assert error.facts["field"] == field and len(str(error)) < 400
+
+
 def test_unknown_roles_and_kinds_are_told_with_their_place() -> None:
     request = question("hello")
     request.prompt.conversation.turns[0].role = 77  # type: ignore[assignment]

@@ -97,7 +97,7 @@ async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> Non
         assert "m" not in fleet.models()
         with pytest.raises(Unavailable) as caught:
             await fleet.decoder(Served("m", PRINT, "f", 7, 3))
-        assert caught.value.reason == "NO_READY_DECODER" and caught.value.retryable
+        assert caught.value.reason == "NO_READY_ENCODER" and caught.value.retryable
 
 
 async def test_entries_stay_within_reach_of_their_decoder() -> None:
@@ -143,6 +143,29 @@ async def test_of_two_decoders_the_less_busy_is_chosen() -> None:
                 calls.enter_context(chosen.busy())
             assert (await fleet.decoder(model)).replica_id == busy.replica.replica_id
         assert (await fleet.decoder(model)) is chosen
+
+
+async def test_a_fresh_fleet_waits_for_its_first_answer_and_then_says_to_come_back(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/e"
+    async with serving(Decoder()) as d, fleet_of([address], [d]) as fleet:
+        asking = asyncio.create_task(fleet.known())
+        async with serving(Encoder(), address):
+            assert (await asking)["m"].ready
+    async with fleet_of([address], [address], patience=0.1) as fleet:
+        with pytest.raises(Unavailable) as caught:
+            await fleet.known()
+        assert caught.value.reason == "NOT_READY" and caught.value.retryable
+
+
+async def test_a_decoder_without_an_encoder_is_not_the_one_that_is_missing() -> None:
+    encoder = Encoder()
+    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.1) as fleet:
+        model = await known(fleet)
+        encoder.draining = True
+        await until(lambda: not fleet.models()["m"].ready)
+        with pytest.raises(Unavailable) as caught:
+            await fleet.decoder(model)
+        assert caught.value.reason == "NO_READY_ENCODER"
 
 
 async def test_a_worker_that_drains_gets_nothing_new() -> None:
@@ -240,7 +263,10 @@ async def test_a_worker_that_stands_still_is_told_apart_from_one_that_is_gone() 
         asked.set()
         await asyncio.wait_for(worker.silent.wait(), 5)
         asked.clear()
-        back = await there()
+        with worker.busy():
+            back = await there()
+            running = not member.idle
+        assert running and member.idle, "what was given up may still run"
         assert back is not worker and not back.silent.is_set(), "what was given up stays given up"
         await member.close()
 

@@ -59,6 +59,11 @@ class Clock:
         return self.now
 
 
+def cost(data: bytes) -> int:
+    """Bytes that an upload of one piece takes."""
+    return len(data) + 2 * PIECE_BYTES + header().header.media.ByteSize()
+
+
 async def read(upload: Upload) -> bytes:
     return b"".join([chunk.data async for chunk in upload.chunks()])
 
@@ -224,7 +229,7 @@ async def test_equal_bytes_may_be_sent_again_and_other_bytes_may_not() -> None:
     uploads = Uploads(UploadLimits())
     for _ in range(2):
         await uploads.receive(TENANT, sent(header(), piece(b"same", last=True)))
-    assert (len(uploads), uploads.size) == (1, 4 + PIECE_BYTES)
+    assert (len(uploads), uploads.size) == (1, cost(b"same"))
     with pytest.raises(InvalidRequest) as caught:
         await uploads.receive(TENANT, sent(header(), piece(b"other", last=True)))
     assert (caught.value.reason, caught.value.code) == ("UPLOAD_IN_USE", "ALREADY_EXISTS")
@@ -233,7 +238,7 @@ async def test_equal_bytes_may_be_sent_again_and_other_bytes_may_not() -> None:
 
 async def test_room_is_made_by_what_waited_longest_and_never_by_what_is_read() -> None:
     clock = Clock()
-    uploads = Uploads(UploadLimits(total_bytes=2 * (5 + PIECE_BYTES), header_seconds=0.01), clock=clock)
+    uploads = Uploads(UploadLimits(total_bytes=2 * cost(b"12345"), header_seconds=0.01), clock=clock)
     ids = [bytes([i] * 16) for i in range(4)]
     for number, upload_id in enumerate(ids[:2]):
         clock.now = number
@@ -245,7 +250,7 @@ async def test_room_is_made_by_what_waited_longest_and_never_by_what_is_read() -
         with uploads.held(await uploads.find(TENANT, ids[2].hex())), pytest.raises(Overloaded) as caught:
             await uploads.receive(TENANT, sent(header(ids[3]), piece(b"1", last=True)))
     assert caught.value.reason == "UPLOADS_FULL" and caught.value.retryable
-    assert uploads.size == 2 * (5 + PIECE_BYTES)
+    assert uploads.size == 2 * cost(b"12345")
 
 
 async def test_as_many_uploads_are_kept_as_may_be() -> None:
@@ -264,6 +269,18 @@ async def test_an_upload_of_more_frames_than_any_list_has_is_refused_at_its_head
     with pytest.raises(InvalidRequest) as caught:
         await uploads.receive(TENANT, sent(asked, piece(b"x", last=True)))
     assert caught.value.reason == "TOO_MANY_ITEMS" and caught.value.facts["got"] == 5000
+
+
+async def test_what_a_header_says_is_bounded_and_counted() -> None:
+    uploads, asked = Uploads(UploadLimits()), header()
+    asked.header.media.mime_type = "x" * 300
+    with pytest.raises(InvalidRequest) as caught:
+        await uploads.receive(TENANT, sent(asked, piece(b"x", last=True)))
+    assert caught.value.facts["field"] == "mime_type"
+    many = header()
+    many.header.media.frames.frames.extend(pb.FrameHeader(raw=pb.RawLayout(channels=3)) for _ in range(4000))
+    await uploads.receive(TENANT, sent(many, piece(b"x", frame=3999, last=True)))
+    assert uploads.size > many.header.media.ByteSize() > 4000
 
 
 async def test_small_pieces_count_for_more_than_their_bytes() -> None:
