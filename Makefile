@@ -12,6 +12,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# By a plain path: a script beside the clone would otherwise find the clone's folder, and not the package in it.
+EDITABLE := --config-settings editable_mode=compat
 # Set PYTEST_ARGS to run a part: make test PYTEST_ARGS="tests/rpc -k status"
 PYTEST_ARGS ?=
 
@@ -29,11 +31,11 @@ $(PY):
 # torch comes first and by its exact pin: pip then takes a CPU wheel where one is at hand, and the CUDA build elsewhere.
 $(VENV)/.runtime: pyproject.toml constraints.txt | $(PY)
 	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install --quiet -c constraints.txt -e .
+	$(PIP) install --quiet -c constraints.txt $(EDITABLE) -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet -c constraints.txt $(EDITABLE) -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.runtime  ## Sets up .venv and lets the shipped model read a video.

@@ -125,6 +125,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
                 if response.HasField("finished"):
                     used = response.finished.usage
                     told |= {"prompt": used.prompt_tokens, "visual": used.visual_tokens, "drawn": used.output_tokens}
+                    told["outcome"] = "ok"  # whether or not the caller stays for the end of the stream
                 if first.open.sample != dpb.SAMPLE_MODE_ESTIMATE:
                     if response.HasField("admitted"):
                         await turn.begin()

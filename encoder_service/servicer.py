@@ -131,7 +131,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
                     async for response in responses:
                         if response.HasField("end"):
                             used = response.end.usage
-                            told |= {"units": used.units, "cached": used.units_cached}
+                            told |= {"units": used.units, "cached": used.units_cached, "outcome": "ok"}
                         yield response
             except InvalidRequest as error:
                 told["outcome"] = error.reason

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from chiasm.errors import DeadlineExceeded, ServerError, Unavailable
+from chiasm.errors import ChiasmError, DeadlineExceeded, ServerError, Unavailable
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -159,8 +159,18 @@ class Coordinator(Work):
                 async with aclosing(worker.attended(calls)) as early:
                     finished = await self._heard(early, until_token=True)
                 if finished or await self._heard(calls):
+                    await self._see_off(calls)
                     return
         raise ServerError("STREAM_BROKEN", "the decoder ended its stream before the answer was finished")
+
+    async def _see_off(self, responses: AsyncIterator[dpb.DecodeResponse]) -> None:
+        """Lets a decoder end its stream by itself: when it has, it has given back what the timeline held."""
+        try:
+            async with asyncio.timeout(ACCOUNT_SECONDS):
+                async for _ in responses:
+                    pass
+        except (TimeoutError, ChiasmError):
+            pass  # the answer is whole, and the call ends with this request
 
     async def _heard(self, responses: AsyncIterator[dpb.DecodeResponse], *, until_token: bool = False) -> bool:
         """Follows a decoder. Returns whether the answer is finished."""

@@ -168,6 +168,9 @@ def ask(
     fps: Annotated[float | None, typer.Option(help="Frames to take of each second of a video.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="Frames to take of a video, at most.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Bounds the answer.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds that the answer may take. Default: 600.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Asks a served model about images and videos.
@@ -178,7 +181,13 @@ def ask(
     from chiasm.cli.telling import console
 
     asked = verb.Question(
-        text=question, media=media or [], model=model, fps=fps, max_frames=max_frames, max_tokens=max_tokens
+        text=question,
+        media=media or [],
+        model=model,
+        fps=fps,
+        max_frames=max_frames,
+        max_tokens=max_tokens,
+        timeout=timeout,
     )
     with told():
         said = verb.run(target, asked, console(stderr=True), None if json else sys.stdout)

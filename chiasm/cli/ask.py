@@ -16,14 +16,18 @@ from rich.console import Console
 
 from chiasm.cli.failure import MISUSED, CommandFailed
 from chiasm.cli.subject import kind_of
-from chiasm.cli.telling import Teller, line, ms
+from chiasm.cli.telling import Teller, Waiting, line, ms, program
 from chiasm.client import Client, Generation, Image, Token, Video
 from chiasm.errors import ConnectionFailed, StatusError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked. `model` None is the only one that the router has; the other None leave it to the router."""
+    """What is asked. `model` None is the only one that the router has; the other None leave it to the router.
+
+    Attributes:
+        timeout: seconds of the whole; None for the client's own.
+    """
 
     text: str
     media: Sequence[Path]
@@ -31,6 +35,7 @@ class Question:
     fps: float | None = None
     max_frames: int | None = None
     max_tokens: int | None = None
+    timeout: float | None = None
 
 
 def run(target: str, question: Question, people: Console, answers: TextIO | None) -> dict[str, Any]:
@@ -42,6 +47,9 @@ def run(target: str, question: Question, people: Console, answers: TextIO | None
 
     Raises ChiasmError, and OSError for a file that cannot be read.
     """
+    if not question.media and Path(question.text).is_file():
+        what = "the question is the name of a file"
+        raise CommandFailed(what, "QUESTION", f'ask first, then show: "What happens?" {question.text}', code=MISUSED)
     media = [_medium(path, question) for path in question.media]
     _check_sampling(question, media)
     try:
@@ -50,7 +58,7 @@ def run(target: str, question: Question, people: Console, answers: TextIO | None
             return _ask(client, model, question, media, people, answers)
     except ConnectionFailed:
         raise CommandFailed(
-            f"no server answers at {target}", "--target", "start a model with: chiasm serve digits", code=1
+            f"no server answers at {target}", "--target", f"start a model with: {program()} serve digits", code=1
         ) from None
     except StatusError as error:
         raise by_file(error, question.media) from None
@@ -67,9 +75,13 @@ def _ask(
     began = time.monotonic()
     teller = Teller(people, answers)
     first_token: float | None = None
-    with client.stream(model, [*media, question.text], max_tokens=question.max_tokens) as stream:
+    timeout = ... if question.timeout is None else question.timeout
+    content = [*media, question.text]
+    waiting = Waiting(people)
+    with waiting, client.stream(model, content, max_tokens=question.max_tokens, timeout=timeout) as stream:
         try:
             for event in stream:
+                waiting.heard()
                 after = time.monotonic() - began
                 first_token = after if first_token is None and isinstance(event, Token) else first_token
                 teller.tell(event, after)
@@ -104,7 +116,7 @@ def only(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise CommandFailed("no model is served yet", "--target", "wait until it is ready: chiasm health", code=1)
+        raise CommandFailed("no model is served yet", "--target", f"wait until it is ready: {program()} health", code=1)
     raise CommandFailed(
         f"the router has {len(names)} models: {', '.join(names)}", "--model", f"--model {names[0]}", code=MISUSED
     )

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from chiasm.cli.child import WRITTEN_PAST, Record, Tell
 from chiasm.cli.system import LISTEN
-from chiasm.cli.telling import line, ms, size
+from chiasm.cli.telling import line, ms, program, size
 
 LIFE: Final = frozenset({"starting", "loading", "listening", "ready", "draining", "stopped"})
 """Events of every role's life, which people see in other words."""
@@ -81,7 +81,11 @@ class Board:
             ready = ready_line(str(said["target"]), float(said["seconds"]), self._example)
             self._console.print(ready, style="bold")
         else:
-            self._console.print(line(str(said["role"]), "ready", f"after {ms(float(said['seconds']))}"), style="dim")
+            # Of the router only: a worker's plain port is none's business but the supervisor's.
+            http = str(said.get("http", "none")) if said["role"] == FRONT else "none"
+            metrics = "" if http == "none" else f", metrics at http://{http}/metrics"
+            figure = f"after {ms(float(said['seconds']))}"
+            self._console.print(line(str(said["role"]), f"ready{metrics}", figure), style="dim")
 
     def _loading(self, role: str, done: int, total: int) -> None:
         if self._up:
@@ -121,4 +125,4 @@ def ready_line(target: str, seconds: float, example: str = EXAMPLE) -> str:
     if host in ("0.0.0.0", "[::]", "127.0.0.1"):
         target = f"localhost:{port}"
     elsewhere = "" if target == f"localhost:{LISTEN.rpartition(':')[2]}" else f" --target {target}"
-    return f"ready in {seconds:.1f} s · try: chiasm ask{elsewhere} {example}"
+    return f"ready in {seconds:.1f} s · try: {program()} ask{elsewhere} {example}"

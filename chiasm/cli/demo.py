@@ -22,7 +22,7 @@ from chiasm.cli.board import Board
 from chiasm.cli.interrupts import Interrupts
 from chiasm.cli.subject import READ, Subject, choose, model_folder
 from chiasm.cli.system import Options, running
-from chiasm.cli.telling import Teller, line, ms
+from chiasm.cli.telling import Teller, line, ms, program
 from chiasm.cli.weights import parameters
 from chiasm.client import AsyncClient, Content, Generation, Image, Token, Usage, Video
 from chiasm.errors import StatusError
@@ -34,7 +34,6 @@ MAX_TOKENS = 128
 ARENA_BYTES = 64 << 20
 """For the shipped model: enough for any clip that one asks it about, and made in no time."""
 
-EXAMPLE = "YOUR_IMAGE_OR_VIDEO"
 
 MEDIUM = "messages[0].content[0]"
 """Where errors say the medium is. People are told its file instead."""
@@ -194,5 +193,5 @@ def _verdict(answer: str, expected: str | None) -> str:
 
 def _next(subject: Subject) -> str:
     if subject.held_out and subject.question == READ and subject.kind == "video":
-        return f'chiasm demo --question "Which digit is at 2.0 seconds?"   ·   chiasm demo {EXAMPLE}'
-    return "chiasm serve digits   ·   chiasm doctor"
+        return f'{program()} demo --question "Which digit is at 2.0 seconds?"   ·   {program()} serve digits'
+    return f"{program()} serve digits   ·   {program()} doctor"

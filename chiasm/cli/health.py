@@ -7,6 +7,7 @@ probe is about this address. Loads neither torch nor a decoder of media.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -73,6 +74,8 @@ def _ask_http(url: str, timeout: float) -> tuple[bool, str]:
             return True, f"{answer.status} {answer.reason}"
     except urllib.error.HTTPError as error:
         return False, f"{error.code} {error.reason}"
+    except http.client.HTTPException:
+        return False, "answers, but not as HTTP: a gRPC address has no http://"
     except (OSError, ValueError) as error:
         late = time.monotonic() - began >= timeout
         return False, f"no answer within {timeout:g} s" if late else f"no server answers ({_cause(error)})"

@@ -80,6 +80,8 @@ def kind_of(file: Path) -> Kind:
     """
     with file.open("rb") as opened:
         head = opened.read(1 << 16)
+    if not head:
+        raise InvalidRequest("MEDIA_EMPTY", "the file has no bytes", item=str(file))
     found = sniff(head)
     if found.group in ("audio", "other"):
         said = "of no format that is known" if found.name == "unknown" else f"{found.name}, neither picture nor video"

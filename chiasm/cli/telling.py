@@ -5,7 +5,11 @@ Knows the events of the SDK and a console; every figure is given to it.
 
 from __future__ import annotations
 
+import shutil
+import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -53,6 +57,41 @@ def listed(frames: Sequence[TimelineFrame]) -> str:
     if len(times) > MOST_LISTED:
         times = [*times[:3], "…", times[-1]]
     return f"{' '.join(times)} s"
+
+
+def program() -> str:
+    """How to call this command again, as it was called: its name alone where the shell finds it by that."""
+    called, name = Path(sys.argv[0]), "chiasm"
+    found = shutil.which(name)
+    elsewhere = called.name == name and (found is None or Path(found).resolve() != called.resolve())
+    return str(called) if elsewhere else name
+
+
+class Waiting:
+    """Says that nothing has come yet, once, when it has been so for a while. Used as `with waiting:`.
+
+    Args:
+        seconds: of silence.
+    """
+
+    def __init__(self, console: Console, seconds: float = 3.0) -> None:
+        self._timer = threading.Timer(seconds, self._say)
+        self._timer.daemon = True
+        self._console = console
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def heard(self) -> None:
+        """Something has come."""
+        self._timer.cancel()
+
+    def _say(self) -> None:
+        said = "for the answer: a worker may be starting, or media are being encoded; Ctrl-C cancels"
+        self._console.print(line("waiting", said), style="dim")
 
 
 class Teller:

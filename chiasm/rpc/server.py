@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from chiasm.errors import ChiasmError, StatusError, Unsupported
+from chiasm.errors import ChiasmError, StatusError, Unavailable, Unsupported
 from chiasm.rpc import limits
 from chiasm.rpc.socket_file import SocketFile
 from chiasm.rpc.status import to_status
@@ -31,6 +31,11 @@ READINESS: Final = "readiness"
 
 _LAST_WORD: Final = 0.2
 """Seconds that clients who watch health are given to hear that it is over."""
+
+_NO_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
+"""Tells a client's gRPC not to try again by itself: the server has waited already, and its caller decides. A server
+that is ending has not, and another one may be there.
+https://github.com/grpc/proposal/blob/master/A6-client-retries.md"""
 
 _Servicer = TypeVar("_Servicer")
 _log = logging.getLogger(__name__)
@@ -280,5 +285,7 @@ async def _end(error: Exception, context: grpc.aio.ServicerContext[Any, Any], me
     status = rpc_status.to_status(to_status(error))
     # What the handler had to say in trailing metadata, as the name of the request, goes with the details.
     trailing = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+    if isinstance(error, Unavailable) and error.reason != "DRAINING":
+        trailing = (*trailing, _NO_RETRY)
     await context.abort(status.code, status.details, trailing)
     raise asyncio.CancelledError  # abort always raises; this tells the type checker

@@ -30,6 +30,7 @@ from tests.client import fake
 from tests.client.fake import TEXT, started, tokens
 from tests.client.router import WAIT, ScriptedRouter, serving
 
+DRAINING = Unavailable("DRAINING", "the server is ending", retry_after=0.1)
 REFUSED = Unavailable("NO_READY_ENCODER", "no encoder is ready", retry_after=0.1)
 
 
@@ -208,15 +209,24 @@ async def test_closing_the_client_stops_the_server(router: ScriptedRouter, serve
 
 
 async def test_a_call_that_nobody_began_to_answer_is_sent_again(router: ScriptedRouter, server: Server) -> None:
-    router.scripts = [[REFUSED], [REFUSED], fake.answer()]
+    router.scripts = [[DRAINING], [DRAINING], fake.answer()]
     async with AsyncClient(server.target) as client:
         assert (await client.generate("fake", "Read.")).text == TEXT
     assert len(router.requests) == 3
     assert len({request.request_id for request in router.requests}) == 1
 
 
-async def test_retries_end_with_the_servers_own_word(router: ScriptedRouter, server: Server) -> None:
+async def test_what_a_server_has_waited_for_already_is_not_asked_again(router: ScriptedRouter, server: Server) -> None:
     router.scripts = [[REFUSED]]
+    async with AsyncClient(server.target) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.generate("fake", "Read.")
+    assert caught.value.reason == "NO_READY_ENCODER" and caught.value.retryable
+    assert len(router.requests) == 1
+
+
+async def test_retries_end_with_the_servers_own_word(router: ScriptedRouter, server: Server) -> None:
+    router.scripts = [[DRAINING]]
     async with AsyncClient(server.target, max_retries=1) as client:
         with pytest.raises(Unavailable) as caught:
             await client.generate("fake", "Read.", request_id="mine")
@@ -224,7 +234,7 @@ async def test_retries_end_with_the_servers_own_word(router: ScriptedRouter, ser
     error = caught.value
     assert isinstance(error.__cause__, grpc.aio.AioRpcError), "what gRPC said remains at hand"
     assert (error.reason, error.retryable, error.retry_after, error.request_id) == (
-        "NO_READY_ENCODER",
+        "DRAINING",
         True,
         0.1,
         "mine",
