@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Started,
         TimelineFrame,
         Token,
+        TokenLogprobs,
         Usage,
         Video,
     )
@@ -92,6 +93,7 @@ __all__ = [
     "StatusError",
     "TimelineFrame",
     "Token",
+    "TokenLogprobs",
     "Unavailable",
     "Unsupported",
     "Usage",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chiasm.attention.choose import AttentionName
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.tenant import LOCAL, tenant_root
 from chiasm.client.transport import Metadata
@@ -49,6 +50,7 @@ class LocalSettings:
         pool_bytes: of each pool at most, where its tokens are not given.
         store_bytes: budget of the entry store.
         media_workers: processes that open media.
+        attention: which kernels the decoder attends with (`chiasm.attention.choose`).
     """
 
     device: str = "cpu"
@@ -59,6 +61,7 @@ class LocalSettings:
     store_bytes: int = 1 << 30
     media_workers: int = 1
     max_patches: int = 16_384
+    attention: AttentionName = "auto"
 
 
 class _Encoder:
@@ -163,7 +166,13 @@ class LocalService:
             workers_secret=workers,
             max_patches=settings.max_patches,
         )
-        engine = DecoderEngine(decoder_half, model.processor, text_tokens=text, visual_tokens=visual)
+        engine = DecoderEngine(
+            decoder_half,
+            model.processor,
+            text_tokens=text,
+            visual_tokens=visual,
+            attention=settings.attention,
+        )
         self.decoder = DecoderModel(
             engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers
         )

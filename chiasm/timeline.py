@@ -10,7 +10,7 @@ It knows counts and positions. It has seen neither a tensor nor a tokenizer nor 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -197,6 +197,17 @@ class Timeline:
         dropped = self._dropped[start:stop]
         rows = [self._span(d, v) for d, v in zip(dropped, visible, strict=True)]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+    def row_bytes(self, start: int, stop: int) -> bytes:
+        """Everything about rows [start, stop) but which units they are among: ids, positions, units complete, units
+        dropped. Six columns of `stop - start` integers, eight bytes each."""
+        columns = (self._ids, *self._positions, self._visible, self._dropped)
+        return b"".join(column[start:stop].tobytes() for column in columns)
+
+    def units_begun(self, start: int, stop: int) -> Sequence[LaidUnit]:
+        """Units whose first placeholder is among rows [start, stop), in order."""
+        first = bisect_left(self._units, start, key=lambda unit: unit.index)
+        return self._units[first : bisect_left(self._units, stop, lo=first, key=lambda unit: unit.index)]
 
     def _span(self, dropped: int, visible: int) -> tuple[int, int]:
         if dropped >= visible:

@@ -6,19 +6,23 @@ It draws and counts. It knows nothing of entries, pools and steps.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
-from torch import Tensor
 
+from chiasm.errors import Unsupported
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import LaidUnit
-from decoder_service import convert
-from decoder_service.detokenizer import Detokenizer
+from decoder_service.detokenizer import Detokenizer, NamesControl
 from decoder_service.model import DecoderModel
-from decoder_service.sampler import draw
+from decoder_service.options import read_options
+from decoder_service.penalties import Ids, Seen
+from decoder_service.sampler import Draw, Drawn
 from decoder_service.sequence import DecodeSequence
+from decoder_service.stops import StopStrings
 
 
 class Answer:
@@ -29,11 +33,17 @@ class Answer:
         self._open = opened
         self._sequence = sequence
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
-        self._options = convert.read_options(opened.sampling, opened.seed, model.vocabulary)
+        self._options = read_options(opened.sampling, opened.seed, model.vocabulary)
         own = frozenset() if self._options.ignore_eos or self._live else model.prompt.stop_ids
         self._stop_ids = own | self._options.stop_ids
-        self._banned = sorted(model.prompt.banned_ids | self._options.banned_ids)
+        banned = model.prompt.banned_ids | self._options.banned_ids
+        self._banned = _ids(banned)
+        self._banned_early = _ids(banned | self._stop_ids) if self._options.min_tokens else self._banned
+        self._history = Seen()
+        self._read = 0  # rows of the timeline that were seen
+        self._control = {} if self._options.skip_special_tokens else _control_bytes(model)
         self._detokenizer = Detokenizer()
+        self._stops = StopStrings(self._options.stop)
         self._out: list[dpb.DecodeResponse] = []
         self._prompt_rows = 0
         self._limit = 0  # tokens of the answer at most
@@ -77,34 +87,61 @@ class Answer:
         if self._live:
             self._finish(pb.FINISH_REASON_CLOSED)
 
-    def draw(self, logits_v: Tensor) -> int:
-        """The next token, from the (vocabulary,) logits of the last row. Changes nothing, so that any thread may draw
-        while nobody else does anything with this answer.
+    @property
+    def draw(self) -> Draw:
+        """How the next token is drawn."""
+        early = self._drawn < self._options.min_tokens
+        self._read_rows()
+        return Draw(
+            self._options.drawing,
+            index=self._drawn,
+            banned=self._banned_early if early else self._banned,
+            seen=self._history,
+        )
 
-        Raises ServerError NONFINITE for logits that no token can be drawn from.
-        """
-        return draw(logits_v, self._options.drawing, index=self._drawn, banned=self._banned)
+    def _read_rows(self) -> None:
+        """Notes the rows that others laid since the last token: they count as prompt."""
+        laid = len(self._sequence.timeline)
+        if self._options.drawing.penalised:
+            self._history.read(self._sequence.timeline.ids(self._read, laid))
+        self._read = laid
 
     def add(self, token: int) -> None:
         """Lays the token that was drawn, and tells it."""
+        assert isinstance(token, Drawn), "the sampler draws it"
         timeline = self._sequence.timeline
         if not self._drawn:
             self._first = time.monotonic()
             self._begin()
         self._tell_visible()
         self._sequence.extend([[token]])
-        text = self._detokenizer.push(self._model.token_bytes(token))
-        self._tell(
-            tokens=pb.Tokens(attempt=self._open.attempt, index=self._drawn, ids=[token], text=text.encode("utf-8"))
-        )
+        self._read += 1
+        if self._options.drawing.penalised:
+            self._history.add(token)
         self._drawn += 1
+        text = self._detokenizer.push(self._control.get(token) or self._model.token_bytes(token))
+        told = self._stops.push(text, may_end=self._may_end)
+        self._tell(
+            tokens=pb.Tokens(
+                attempt=self._open.attempt,
+                index=self._drawn - 1,
+                ids=[token],
+                text=told.encode("utf-8"),
+                logprobs=_told_logprobs(token),
+            )
+        )
         if self._live and token == self._model.silence_id:
             self._silent = True
             self._tell(silence=pb.Silence(attempt=self._open.attempt, index=self._drawn - 1))
-        if token in self._stop_ids:
+        if self._stops.found is not None or token in self._stop_ids:
             self._finish(pb.FINISH_REASON_STOP)
         elif self._drawn == self._limit or timeline.counter >= self._model.context_limit:
             self._finish(pb.FINISH_REASON_LENGTH)
+
+    @property
+    def _may_end(self) -> bool:
+        """The answer may end by itself with the last token: there were `min_tokens` before it."""
+        return self._drawn > self._options.min_tokens
 
     def responses(self) -> list[dpb.DecodeResponse]:
         """What there is to tell since the last time."""
@@ -172,7 +209,10 @@ class Answer:
         self.finished = True
         timeline = self._sequence.timeline
         usage = pb.Usage(
-            prompt_tokens=self._prompt_rows, visual_tokens=timeline.vision_tokens, output_tokens=self._drawn
+            prompt_tokens=self._prompt_rows,
+            visual_tokens=timeline.vision_tokens,
+            cached_prompt_tokens=min(self._sequence.spared, self._prompt_rows),
+            output_tokens=self._drawn,
         )
         now = time.monotonic()
         first = self._first or now
@@ -181,14 +221,42 @@ class Answer:
             prefill=to_duration(first - (self._begun or first)),
             decode=to_duration(now - first),
         )
-        text = self._detokenizer.finish()
+        text = self._stops.finish(self._detokenizer.finish(), may_end=self._may_end)
+        if self._stops.found is not None and reason == pb.FINISH_REASON_LENGTH:
+            reason = pb.FINISH_REASON_STOP
         self._tell(
             finished=pb.Finished(
                 attempt=self._open.attempt,
                 reason=reason,
+                stop=self._stops.found or "",
                 text=text.encode("utf-8"),
                 tokens=self._drawn,
                 usage=usage,
                 times=times,
             )
         )
+
+
+def _ids(ids: Iterable[int]) -> Ids:
+    return np.array(sorted(ids), dtype=np.int64)
+
+
+def _control_bytes(model: DecoderModel) -> dict[int, bytes]:
+    """The names of control tokens, by id. Raises Unsupported for a family that tells none."""
+    if not isinstance(model.prompt, NamesControl):
+        name = "skip_special_tokens"
+        raise Unsupported("FEATURE_DISABLED", f"sampling.{name} is not served by this model", facts={"field": name})
+    return {token: name.encode() for name, token in model.prompt.control.items()}
+
+
+def _told_logprobs(token: Drawn) -> list[pb.TokenLogprobs]:
+    """One element if the request asked for it."""
+    if token.logprobs is None:
+        return []
+    own, top = token.logprobs
+    return [
+        pb.TokenLogprobs(
+            drawn=pb.TokenLogprob(token_id=token, logprob=own),
+            top=[pb.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in top],
+        )
+    ]

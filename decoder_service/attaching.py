@@ -45,6 +45,8 @@ class Attaching:
         self._secret = tag_secret(model.workers_secret, root)
         self._item_of = item_of
         self._announced: dict[UnitName, _Announced] = {}
+        self._waiting: dict[UnitName, None] = {}  # announced and not attached, in order
+        self._stale: list[UnitName] = []  # held from before, and of no use any more
         self._pins: dict[UnitName, set[tuple[EntryKey, bytes]]] = {}  # entries and leases that are not given back yet
         self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
 
@@ -52,7 +54,7 @@ class Attaching:
         """Remembers what an entry is.
 
         Raises ServerError FEATURE_COUNT_MISMATCH, with both numbers, for one that is not what was sized or not what
-        this model reads.
+        this model reads, ENTRY_CONTRACT for one of another key than it was said to have.
         """
         name = UnitName(ready.slot, ready.unit)
         sized = self._sequence.sized(ready.slot)
@@ -69,18 +71,40 @@ class Attaching:
                 item=self._item_of(ready.slot),
                 facts={"got": contract.shape[3], "needed": needed.shape[3]},
             )
+        self._know(name, contract.key)
         self._announced[name] = _Announced(contract, wire.place_of(ready.entry))
+        self._waiting[name] = None
 
-    async def resized(self, slot: int) -> None:
-        """Takes back whatever no longer fits a slot that was sized anew. What merely moved is attached again."""
-        sized = self._sequence.sized(slot)
+    async def resized(self, message: dpb.DecodeSized) -> None:
+        """Takes back whatever no longer fits a slot that was sized anew. What merely moved is attached again.
+
+        Raises Overloaded KV_POOL_FULL if there is no room for what moved, ServerError ENTRY_CONTRACT for a unit of
+        another key than it had.
+        """
+        slot, sized = message.slot, self._sequence.sized(message.slot)
         grids = [] if sized is None else sized.grids
         for name, announced in list(self._announced.items()):
             if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != announced.contract.grid):
                 del self._announced[name]
+                self._waiting.pop(name, None)
                 await self._unpin(name)
-        # In the device's thread, where extents are taken and given back.
-        await self._model.run(self._model.engine.detach_moved, self._sequence)
+        for number, unit in enumerate(message.units):
+            if unit.HasField("key"):
+                self._know(UnitName(slot, number), unit.key)
+        if not self._sequence.relaid:
+            return
+        # In the device's thread, where units are attached and what a sequence holds is given back.
+        for name in await self._model.run(self._model.engine.detach_moved, self._sequence):
+            if name in self._announced:
+                self._waiting[name] = None
+            elif name.slot != slot or name.unit < len(grids):
+                self._stale.append(name)
+
+    def _know(self, name: UnitName, key: EntryKey) -> None:
+        try:
+            self._sequence.know(name, key)
+        except ValueError as error:
+            raise ServerError("ENTRY_CONTRACT", str(error), item=self._item_of(name.slot)) from None
 
     async def attach(self) -> list[dpb.DecodeResponse]:
         """Attaches every announced unit that is laid and not attached. Returns what there is to tell of them.
@@ -89,18 +113,24 @@ class Attaching:
         """
         responses = []
         attached = dpb.DecodeAttached()
-        for name, announced in list(self._announced.items()):
-            if self._sequence.attached(name) or self._sequence.timeline.find(name) is None:
+        for name in list(self._waiting):
+            if self._sequence.timeline.find(name) is None:
                 continue
-            ref = pb.UnitRef(slot=name.slot, unit=name.unit)
-            opened = await self._open(*announced)
-            if isinstance(opened, str):
-                await self._ask_again(name, opened)
-                responses.append(dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=ref, cause=opened)))
-                continue
-            await self._model.run(self._model.engine.attach, self._sequence, name, opened)
+            if not self._sequence.attached(name) and not await self._model.hold(self._sequence, name):
+                opened = await self._open(*self._announced[name])
+                if isinstance(opened, str):
+                    await self._ask_again(name, opened)
+                    responses.append(_missing(name, opened))
+                    continue
+                await self._model.attach(self._sequence, name, opened)
+            del self._waiting[name]
             await self._unpin(name)
-            attached.units.append(ref)
+            attached.units.append(pb.UnitRef(slot=name.slot, unit=name.unit))
+        for name in self._stale:
+            # The caller was told that it is held, and has nothing made for it.
+            if not self._sequence.attached(name) and not await self._model.hold(self._sequence, name):
+                responses.append(_missing(name, "stale"))
+        self._stale.clear()
         if attached.units:
             responses.append(dpb.DecodeResponse(attached=attached))
         return responses
@@ -123,7 +153,7 @@ class Attaching:
         )
 
     async def _ask_again(self, name: UnitName, cause: str) -> None:
-        del self._announced[name]
+        del self._announced[name], self._waiting[name]
         await self._unpin(name)
         self._asked[name] = self._asked.get(name, 0) + 1
         if self._asked[name] > 1:
@@ -143,3 +173,7 @@ class Attaching:
     async def _unpin(self, name: UnitName) -> None:
         for key, lease_id in self._pins.pop(name, ()):
             await self._model.store.release(key, lease_id)
+
+
+def _missing(name: UnitName, cause: str) -> dpb.DecodeResponse:
+    return dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=pb.UnitRef(slot=name.slot, unit=name.unit), cause=cause))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from chiasm.chat_template import Piece, Slot, Turn
@@ -13,70 +12,9 @@ from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from decoder_service.sampler import Drawing
 from decoder_service.sequence import SizedSlot
 
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant", pb.ROLE_TOOL: "tool"}
-
-# Options of the wire that are not done yet, each with the value that means "not used".
-_UNBUILT_SAMPLING: dict[str, float] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "n": 1,
-    "min_tokens": 0,
-    "skip_special_tokens": True,
-}
-_UNBUILT_LISTS = ("logit_bias", "stop")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How an answer is drawn and where it ends.
-
-    Attributes:
-        max_tokens: None means up to the end of the context.
-        stop_ids, banned_ids: beside the checkpoint's own.
-    """
-
-    drawing: Drawing
-    max_tokens: int | None
-    stop_ids: frozenset[int]
-    banned_ids: frozenset[int]
-    ignore_eos: bool
-
-
-def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Options:
-    """Raises InvalidRequest for a value out of range, Unsupported for an option that is not built."""
-    for name, unused in _UNBUILT_SAMPLING.items():
-        if sampling.HasField(name) and getattr(sampling, name) != unused:  # type: ignore[arg-type]
-            raise Unsupported("FEATURE_DISABLED", f"sampling.{name} is not served", facts={"field": name})
-    used = [name for name in _UNBUILT_LISTS if getattr(sampling, name)]
-    used += [name for name in ("logprobs", "guide") if sampling.HasField(name)]
-    if used:
-        raise Unsupported("FEATURE_DISABLED", f"sampling.{used[0]} is not served", facts={"field": used[0]})
-    if not 0 <= sampling.temperature <= 100:
-        raise InvalidRequest.out_of_range("temperature", sampling.temperature, "0 to 100")
-    if sampling.HasField("max_tokens") and not 1 <= sampling.max_tokens < 2**31:
-        raise InvalidRequest.out_of_range("max_tokens", sampling.max_tokens, "1 to 2147483647")
-    for name in ("stop_token_ids", "banned_token_ids"):
-        for token in getattr(sampling, name):
-            if token >= vocabulary:
-                raise InvalidRequest.out_of_range(name, token, f"0 to {vocabulary - 1}")
-    if len(set(sampling.banned_token_ids)) >= vocabulary:
-        raise InvalidRequest.out_of_range(
-            "banned_token_ids", len(sampling.banned_token_ids), f"fewer than {vocabulary} ids"
-        )
-    return Options(
-        drawing=Drawing(temperature=sampling.temperature, seed=seed),
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
-        stop_ids=frozenset(sampling.stop_token_ids),
-        banned_ids=frozenset(sampling.banned_token_ids),
-        ignore_eos=sampling.ignore_eos,
-    )
 
 
 class ReadPrompt(NamedTuple):

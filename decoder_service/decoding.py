@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -43,7 +43,7 @@ class Decoding:
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
-        self._sequence = model.engine.sequence()
+        self._sequence = model.sequence(opened.tenant_root)
         self._answer = Answer(model, opened, self._sequence)
         self._entries = Attaching(model, self._sequence, root=opened.tenant_root, item_of=self._items.get)
         self._prompt = convert.ReadPrompt([], {})
@@ -155,7 +155,7 @@ class Decoding:
             raise error.at(self._items[sized.slot]) from None
         except ValueError as error:
             raise _protocol(str(error)) from None
-        await self._entries.resized(sized.slot)
+        await self._entries.resized(sized)
         await self._check_room()
 
     async def _check_room(self) -> None:
@@ -232,7 +232,8 @@ class Decoding:
         await model.reserve(self._sequence, text=text, visual=needs.visual)
         self._answer.admit(room, queued=time.monotonic() - began)
         self._admitted = True
-        return _admitted(needs, room, model.context_limit)
+        held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in self._sequence.attached_units()]
+        return _admitted(needs, room, model.context_limit, held=held)
 
     async def _told_estimate(self) -> dpb.DecodeResponse:
         """What the prompt needs, how much room it leaves, and what would make it fit if it leaves none."""
@@ -256,25 +257,35 @@ class Decoding:
         """Takes part in one step, if any row can be computed or token drawn. The last row laid waits until it is known
         to be last."""
         sequence = self._sequence
+        await self._model.share(sequence)
         laid = len(sequence.timeline)
         drawing = self._answer.may_draw and sequence.laid_whole and sequence.ready_rows == laid
         ready = min(sequence.ready_rows, laid if drawing else laid - 1)
         rows = ready - sequence.computed
         if rows <= 0:
             return False
-        token = await self._model.scheduler.step(sequence, rows, self._answer.draw if drawing else None)
+        try:
+            token = await self._model.scheduler.step(sequence, rows, self._answer.draw if drawing else None)
+        except Exception:
+            self._model.forget(sequence)
+            raise
         if token is not None:
             self._answer.add(token)
+        if self._answer.finished:
+            await self._model.share(sequence)  # what the last step computed, for requests to come
         return True
 
 
-def _admitted(needs: Needs, room: int, context_limit: int, fits_with: str = "") -> dpb.DecodeResponse:
+def _admitted(
+    needs: Needs, room: int, context_limit: int, fits_with: str = "", held: Iterable[pb.UnitRef] = ()
+) -> dpb.DecodeResponse:
     admitted = dpb.DecodeAdmitted(
         prompt_tokens=needs.rows,
         visual_tokens=needs.visual,
         room=room,
         context_limit=context_limit,
         fits_with=fits_with,
+        held=held,
     )
     return dpb.DecodeResponse(admitted=admitted)
 

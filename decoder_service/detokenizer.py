@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class NamesControl(Protocol):
+    """A prompt whose control tokens have names."""
+
+    @property
+    def control(self) -> Mapping[str, int]:
+        """Ids by name."""
+        ...
 
 
 class Detokenizer:

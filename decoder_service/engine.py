@@ -1,6 +1,7 @@
 """The decoder half on its device: entries attached, steps computed, both pools accounted for.
 
-It knows sequences, pools and the model. It knows no request and no wire. Its methods run in one thread at a time.
+It knows sequences, pools and the model; who holds what of the pools is `Holdings`. It knows no request and no wire.
+`attach` and `step` run in one thread at a time.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Step
+from chiasm.attention.choose import AttentionName, make
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools
-from chiasm.attention.torch_backend import TorchAttention
 from chiasm.models.family import DecoderHalf, Processor
 from chiasm.timeline import UnitName
-from decoder_service.sequence import DecodeSequence, Extent
+from decoder_service.holdings import Holdings
+from decoder_service.prefix import Chain
+from decoder_service.sequence import DecodeSequence
 
 
 class Work(NamedTuple):
@@ -48,6 +51,10 @@ class DecoderEngine:
         text_tokens: what the self pool holds, over all sequences.
         visual_tokens: what the cross pool holds.
         page_size: text tokens of a page.
+        attention: raises SettingsError for `flashinfer` where that cannot serve.
+
+    Attributes:
+        holdings: who holds what of the two pools.
     """
 
     def __init__(
@@ -58,12 +65,14 @@ class DecoderEngine:
         text_tokens: int,
         visual_tokens: int,
         page_size: int = 16,
+        attention: AttentionName = "auto",
     ) -> None:
         self.half = half
         self.processor = processor
         pages = -(-text_tokens // page_size)
         self.pages = PageAllocator(pages, page_size)
         self.extents = ExtentAllocator(visual_tokens)
+        self.holdings = Holdings(self.pages, self.extents)
         self.pools = Pools(
             self_layers=half.self_layers,
             cross_layers=half.entry_shape.layers,
@@ -75,15 +84,19 @@ class DecoderEngine:
             device=half.device,
             dtype=half.dtype,
         )
-        self._attention = TorchAttention(self.pools)
+        self._attention = make(attention, self.pools, heads=half.heads)
 
-    def sequence(self) -> DecodeSequence:
-        """A new, empty sequence of this model."""
-        return DecodeSequence(self.processor.unit_layout)
+    def sequence(self, domain: bytes | None = None) -> DecodeSequence:
+        """A new, empty sequence of this model.
+
+        Args:
+            domain: within which it shares what it holds (`prefix.domain_of`); None for one that shares nothing.
+        """
+        return DecodeSequence(self.processor.unit_layout, Chain(domain, self.pages.page_size))
 
     @torch.inference_mode()
     def attach(self, sequence: DecodeSequence, name: UnitName, payload: Tensor) -> None:
-        """Rotates a laid unit's keys to its place and copies it into the cross pool.
+        """Rotates a laid unit's keys to its place and copies it into the cross pool, unless it is there.
 
         Args:
             payload: (layers, K|V, heads, tokens, dim), verified.
@@ -95,14 +108,15 @@ class DecoderEngine:
         assert unit is not None and sized is not None, f"{name} is not laid"
         length = unit.layout.vision_tokens
         assert payload.shape[3] == length, f"{payload.shape[3]} tokens are attached where {length} are laid"
+        if self.holdings.hold_unit(sequence, name):
+            return  # another has attached it meanwhile
         positions = torch.from_numpy(self.processor.key_steps(sized.grids[name.unit]) + unit.start)
-        runs = self.extents.take(length)
-        placed = self.half.place(payload.to(self.half.device), positions)
-        at = 0
-        for run in runs:
-            self.pools.cross_kv[:, :, :, run.start : sum(run)] = placed[:, :, :, at : at + run.length]
-            at += run.length
-        sequence.attach(name, Extent(tuple(runs), unit.start))
+        with self.holdings.filling(sequence, name, length) as runs:
+            placed = self.half.place(payload.to(self.half.device), positions)
+            at = 0
+            for run in runs:
+                self.pools.cross_kv[:, :, :, run.start : sum(run)] = placed[:, :, :, at : at + run.length]
+                at += run.length
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Work]) -> list[Tensor]:
@@ -110,7 +124,7 @@ class DecoderEngine:
 
         Raises Overloaded if the self pool has no pages for all of them; nothing is then computed, and no page is taken.
         """
-        self._take_pages(batch)
+        self.holdings.grow((work.sequence, work.rows) for work in batch)
         step = Step([work.sequence.rows(work.rows) for work in batch])
         ids = [i for w in batch for i in w.sequence.timeline.ids(w.sequence.computed, w.sequence.computed + w.rows)]
         positions = np.concatenate(
@@ -132,30 +146,13 @@ class DecoderEngine:
         return list(logits.to(torch.promote_types(logits.dtype, torch.float32)).split(counts))
 
     def detach_moved(self, sequence: DecodeSequence) -> list[UnitName]:
-        """Frees units that were laid again elsewhere; they must be attached anew. Returns their names."""
-        moved = sequence.detach_moved()
-        for extent in moved.values():
-            self.extents.give_back(extent.runs)
-        return list(moved)
+        """Frees what is laid elsewhere now. Returns the units among it, which are to be attached anew. Raises as
+        `Holdings.detach_moved`."""
+        return self.holdings.detach_moved(sequence)
 
     def release(self, sequence: DecodeSequence) -> None:
-        """Gives back everything a sequence holds. May be called twice."""
-        self.pages.release(sequence.pages)
-        for extent in sequence.detach_all():
-            self.extents.give_back(extent.runs)
-        sequence.computed = 0
-
-    def _take_pages(self, batch: Sequence[Work]) -> None:
-        held = [len(work.sequence.pages) for work in batch]
-        try:
-            for work in batch:
-                self.pages.grow(work.sequence.pages, work.sequence.computed + work.rows)
-        except BaseException:
-            for work, count in zip(batch, held, strict=True):
-                taken = work.sequence.pages[count:]
-                del work.sequence.pages[count:]
-                self.pages.release(taken)
-            raise
+        """Gives back everything a sequence holds. May be called twice. Not while it is in a step."""
+        self.holdings.release(sequence)
 
 
 def _wanted(batch: Sequence[Work]) -> tuple[list[int], list[int]]:

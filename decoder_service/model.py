@@ -7,37 +7,32 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from chiasm.cache.store import EntryStore
-from chiasm.errors import InvalidRequest, Overloaded, ServerError
+from chiasm.errors import InvalidRequest, ServerError
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
+from chiasm.timeline import UnitName
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
+from decoder_service.holdings import Room
+from decoder_service.prefix import domain_of
+from decoder_service.sampler import Draw, draw_rows
 from decoder_service.scheduler import Outcome, Scheduler, Share
 from decoder_service.sequence import DecodeSequence
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Draw: TypeAlias = Callable[[Tensor], int]
-"""(vocabulary,) logits to a token."""
-
 MAX_ROWS = 512
 """Rows of one step, where nothing else is said."""
 
 LARGE_TEXT = 1 << 16
 """Bytes from which tokenising takes long enough to be waited for."""
-
-
-class _Room(NamedTuple):
-    """Of both pools: pages of text tokens, and visual tokens."""
-
-    pages: int
-    visual: int
 
 
 class DecoderModel:
@@ -70,6 +65,7 @@ class DecoderModel:
             engine.half.entry_shape, engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype
         )
         self.identity_digest = self.identity.digest()
+        self._fingerprint = fingerprint
         self.vocabulary = engine.half.vocab_size
         self.context_limit = engine.half.max_positions
         self.text_capacity = engine.pages.total * engine.pages.page_size
@@ -78,19 +74,22 @@ class DecoderModel:
         self.scheduler: Scheduler[DecodeSequence, Draw] = Scheduler(self._step, max_rows=max_rows)
         self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._reserved: dict[DecodeSequence, _Room] = {}
         self._turns: deque[object] = deque()  # who waits for room, in order
         self._freed = asyncio.Condition()
 
     @property
     def running(self) -> int:
         """Timelines that have room reserved."""
-        return len(self._reserved)
+        return self.engine.holdings.sequences
 
     @property
     def waiting(self) -> int:
         """Timelines that wait for room."""
         return len(self._turns)
+
+    def sequence(self, root: bytes) -> DecodeSequence:
+        """A new, empty sequence of a tenant, who shares with nobody else."""
+        return self.engine.sequence(domain_of(root, self.identity_digest, self._fingerprint))
 
     def token_bytes(self, token: int) -> bytes:
         return self.prompt.token_bytes(token)
@@ -111,17 +110,20 @@ class DecoderModel:
     def _compute(self, shares: Sequence[Share[DecodeSequence, Draw]]) -> list[Outcome]:
         works = [Work(share.sequence, share.rows, "last" if share.draw else "none") for share in shares]
         logits = self.engine.step(works)
-        return [_drawn(share.draw, logits_rv) for share, logits_rv in zip(shares, logits, strict=True)]
+        drawing = [(logits_rv[-1], share.draw) for share, logits_rv in zip(shares, logits, strict=True) if share.draw]
+        drawn = iter(_drawn([row for row, _ in drawing], [draw for _, draw in drawing]))
+        return [next(drawn) if share.draw else None for share in shares]
 
     async def reserve(self, sequence: DecodeSequence, *, text: int, visual: int) -> None:
-        """Waits, first come first served, until both pools have room for a whole timeline, and keeps it free.
+        """Waits, first come first served, until both pools have room for a whole timeline, and promises it. What
+        others hold already and this one can share takes no room.
 
-        A timeline that has all it may need before it begins can neither starve nor deadlock another.
+        A timeline that is promised all it may need before it begins can neither starve nor deadlock another.
 
         Raises InvalidRequest NEVER_FITS for a timeline larger than a pool.
         """
         size = self.engine.pages.page_size
-        need = _Room(-(-text // size), visual)
+        need = Room(-(-text // size), visual)
         for what, needed, capacity in (
             ("text tokens", need.pages * size, self.text_capacity),
             ("visual tokens", visual, self.engine.extents.total),
@@ -136,8 +138,9 @@ class DecoderModel:
         self._turns.append(turn)
         try:
             async with self._freed:
-                await self._freed.wait_for(lambda: self._turns[0] is turn and self._fits(need))
-                self._reserved[sequence] = need
+                await self._freed.wait_for(
+                    lambda: self._turns[0] is turn and self.engine.holdings.admit(sequence, need)
+                )
         finally:
             self._turns.remove(turn)
             await self._wake()
@@ -152,39 +155,52 @@ class DecoderModel:
         Raises Overloaded KV_POOL_FULL if they are not free, ServerError FEATURE_COUNT_MISMATCH for a timeline that
         must not grow and has.
         """
-        held = self._reserved[sequence]
-        need = _Room(-(-text // self.engine.pages.page_size), visual)
-        if need.pages > held.pages or (need.visual > held.visual and not grow):
+        promised = self.engine.holdings.promise(sequence)
+        need = Room(-(-text // self.engine.pages.page_size), visual)
+        if need.pages > promised.pages or (need.visual > promised.visual and not grow):
             raise ServerError(
                 "FEATURE_COUNT_MISMATCH",
-                f"{need.visual} visual tokens, {need.pages} pages are laid; admitted: {held.visual}, {held.pages}",
-                facts={"got": need.visual, "needed": held.visual},
+                f"{need.visual} visual tokens, {need.pages} pages are laid; "
+                f"admitted: {promised.visual}, {promised.pages}",
+                facts={"got": need.visual, "needed": promised.visual},
             )
-        free = self.engine.extents.total - sum(room.visual for room in self._reserved.values())
-        if need.visual - held.visual > free:
-            raise Overloaded(
-                "KV_POOL_FULL",
-                f"{need.visual - held.visual} more visual tokens are needed, {free} are free",
-                retry_after=1.0,
-                facts={"needed": need.visual - held.visual, "free": free},
-            )
-        self._reserved[sequence] = _Room(held.pages, max(need.visual, held.visual))
+        self.engine.holdings.keep_within(sequence, visual)
+
+    async def hold(self, sequence: DecodeSequence, name: UnitName) -> bool:
+        """Gives a sequence a unit that is here at its place. False if it is not."""
+        held = self.engine.holdings.hold_unit(sequence, name)
+        if held:
+            await self._wake()  # what it shares it leaves to others
+        return held
+
+    async def attach(self, sequence: DecodeSequence, name: UnitName, payload: Tensor) -> None:
+        """`DecoderEngine.attach`, in the device's thread."""
+        await self.run(self.engine.attach, sequence, name, payload)
+        await self._wake()  # who waits for room may wait for that unit
+
+    async def share(self, sequence: DecodeSequence) -> None:
+        """Lets others find the rows that a sequence has computed, and gives it the next ones that others have."""
+        if self.engine.holdings.share(sequence):
+            await self._wake()
+
+    def forget(self, sequence: DecodeSequence) -> None:
+        """Lets nobody share any more what a sequence holds: its logits were not what they should be."""
+        self.engine.holdings.forget(sequence)
+
+    def flush(self) -> None:
+        """Forgets what is kept for requests to come. What running ones hold is freed when they end."""
+        self.engine.holdings.flush()
 
     async def release(self, sequence: DecodeSequence) -> None:
         """Gives back everything a timeline holds or has reserved, after the step that is running."""
         self.scheduler.leave(sequence)
         await self.run(self.engine.release, sequence)
-        self._reserved.pop(sequence, None)
         await self._wake()
 
-    def _fits(self, need: _Room) -> bool:
-        pages = sum(room.pages for room in self._reserved.values())
-        visual = sum(room.visual for room in self._reserved.values())
-        return pages + need.pages <= self.engine.pages.total and visual + need.visual <= self.engine.extents.total
-
     async def _wake(self) -> None:
-        async with self._freed:
-            self._freed.notify_all()
+        if self._turns:
+            async with self._freed:
+                self._freed.notify_all()
 
     async def close(self) -> None:
         await self.scheduler.close()
@@ -192,11 +208,14 @@ class DecoderModel:
         await asyncio.to_thread(self._large_texts.shutdown, cancel_futures=True)
 
 
-def _drawn(draw: Draw | None, logits_rv: Tensor) -> Outcome:
-    """A token, or why none could be drawn: that is the sequence's own fault and nobody else's."""
-    if draw is None:
-        return None
+def _drawn(logits: Sequence[Tensor], draws: Sequence[Draw]) -> list[Outcome]:
+    """A token for each of the (vocabulary,) logits, or why none could be drawn: that is the sequence's own fault and
+    nobody else's."""
+    if not draws:
+        return []
     try:
-        return draw(logits_rv[-1])
+        return [*draw_rows(torch.stack([*logits]), draws)]
     except Exception as error:
-        return error
+        if len(draws) == 1:
+            return [error]
+        return [outcome for row, draw in zip(logits, draws, strict=True) for outcome in _drawn([row], [draw])]

@@ -7,15 +7,18 @@ no tensor.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from chiasm.attention.backend import SequenceRows
 from chiasm.attention.pages import Run
+from chiasm.cache.entry import EntryKey
 from chiasm.chat_template import Piece, Slot
 from chiasm.timeline import Timeline, UnitLayout, UnitName
+from decoder_service.prefix import Chain
+from decoder_service.sharing import Lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,42 @@ class Drop(NamedTuple):
     first: int
 
 
+class UnitPlace(NamedTuple):
+    """What keys and values in the cross pool depend on: whose they are (`Chain.domain`), which entry they were made
+    from, and the position they are rotated for. The key says the grid, and so how many there are."""
+
+    domain: bytes
+    key: EntryKey
+    start: int
+
+
 class Extent(NamedTuple):
-    """A unit in the cross pool: its runs of slots, and the position `start` its keys are rotated for."""
+    """A unit in the cross pool.
+
+    Attributes:
+        runs: of slots, in the order of its tokens.
+        start: the position its keys are rotated for.
+        lent: how others find it; None where nobody can.
+    """
 
     runs: tuple[Run, ...]
     start: int
+    lent: Lent[UnitPlace, tuple[Run, ...]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(run.length for run in self.runs)
+
+
+class SharedPage(NamedTuple):
+    """A full page of the self pool that others can find. Nobody writes into it.
+
+    Attributes:
+        spared: its rows that this sequence did not compute.
+    """
+
+    lent: Lent[bytes, int]
+    spared: int
 
 
 class DecodeSequence:
@@ -53,20 +87,35 @@ class DecodeSequence:
 
     Args:
         unit_layout: how the family lays a unit of a grid.
+        chain: of its pages; None for a sequence that shares nothing.
+
+    Attributes:
+        pages: of the self pool, in order. The first of them are `shared`, the rest are its own.
+        computed: rows whose keys and values are in the self pool.
+        spared: rows among them that were computed before, by others or for an earlier request.
+        attached_tokens: visual tokens it has in the cross pool.
     """
 
-    def __init__(self, unit_layout: Callable[[tuple[int, int]], UnitLayout]) -> None:
+    def __init__(self, unit_layout: Callable[[tuple[int, int]], UnitLayout], chain: Chain | None = None) -> None:
         self.timeline = Timeline()
         self.pages: list[int] = []
+        self.shared: list[SharedPage] = []
         self.computed = 0
-        """Rows whose keys and values are in the self pool."""
+        self.spared = 0
+        self.attached_tokens = 0
+        self._chain = chain or Chain(None, 1)
         self._unit_layout = unit_layout
         self._pieces: list[Piece | Drop] = []
         self._rows: list[int] = []  # row at which each laid piece begins
         self._slots: dict[int, SizedSlot] = {}
         self._laid: dict[int, int] = {}  # laid slots and their pieces
+        self._growing: set[int] = set()  # slots that are sized and not final
+        self._keys: dict[UnitName, EntryKey] = {}
         self._extents: dict[UnitName, Extent] = {}
         self._attached = 0  # units from the first that are all attached
+        self._runs: list[tuple[int, int, int]] = []  # of those, as `SequenceRows.extents`, neighbours joined
+        self._relaid = False  # something that was laid has moved, or is another unit now
+        self._replaced: set[UnitName] = set()  # units that are others now
 
     # -- laying --------------------------------------------------------------------------------------------------------
 
@@ -82,7 +131,7 @@ class DecodeSequence:
 
     def row_of(self, piece: int) -> int | None:
         """The row at which a piece begins. None while it is not laid, or while a slot before it may still change."""
-        moving = any(at < piece and not self._slots[slot].final for slot, at in self._laid.items())
+        moving = any(self._laid.get(slot, piece) < piece for slot in self._growing)
         return None if moving or piece >= len(self._rows) else self._rows[piece]
 
     def size(self, slot: int, sized: SizedSlot) -> None:
@@ -94,8 +143,14 @@ class DecodeSequence:
         if known is not None and known.final:
             raise ValueError(f"the units of slot {slot} were final")
         self._slots[slot] = sized
-        if known is not None and slot in self._laid and (known.pieces, known.grids) != (sized.pieces, sized.grids):
-            self._take_back(slot)
+        (self._growing.discard if sized.final else self._growing.add)(slot)
+        if known is not None and (known.pieces, known.grids) != (sized.pieces, sized.grids):
+            for unit, grid in enumerate(known.grids):
+                if unit >= len(sized.grids) or sized.grids[unit] != grid:
+                    self._replaced.add(UnitName(slot, unit))
+                    self._keys.pop(UnitName(slot, unit), None)
+            if slot in self._laid:
+                self._take_back(slot)
         self._lay()
 
     def sized(self, slot: int) -> SizedSlot | None:
@@ -104,7 +159,7 @@ class DecodeSequence:
     @property
     def laid_whole(self) -> bool:
         """Everything added so far is laid, and no slot will change."""
-        return len(self._rows) == len(self._pieces) and all(sized.final for sized in self._slots.values())
+        return len(self._rows) == len(self._pieces) and not self._growing
 
     def _lay(self) -> None:
         while len(self._rows) < len(self._pieces):
@@ -136,7 +191,32 @@ class DecodeSequence:
         self.timeline.truncate(cut)
         self.computed = min(self.computed, cut)
         self._laid = {s: piece for s, piece in self._laid.items() if piece < first}
-        self._attached = min(self._attached, len(self.timeline.units))
+        self._chain.truncate(cut)
+        self._relaid = True
+        self._forget_runs()
+
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    def know(self, name: UnitName, key: EntryKey) -> None:
+        """Says which entry a unit is.
+
+        Raises ValueError if it was another one.
+        """
+        if self._keys.setdefault(name, key) != key:
+            raise ValueError(f"{name} was another entry")
+
+    def place_of(self, name: UnitName) -> UnitPlace | None:
+        """Where others would find a laid unit. None while its entry is not known, or if nothing is shared."""
+        laid, key, domain = self.timeline.find(name), self._keys.get(name), self._chain.domain
+        return None if laid is None or key is None or domain is None else UnitPlace(domain, key, laid.start)
+
+    def known_units(self) -> list[UnitName]:
+        """Units whose entries are known."""
+        return list(self._keys)
+
+    def page_digest(self, page: int) -> bytes | None:
+        """What page number `page` depends on, as `Chain.digest` has it."""
+        return self._chain.digest(page, self.timeline, self._keys)
 
     # -- attaching -----------------------------------------------------------------------------------------------------
 
@@ -145,30 +225,52 @@ class DecodeSequence:
         laid = self.timeline.find(name)
         assert laid is not None and laid.start == extent.start and name not in self._extents, (name, laid, extent)
         self._extents[name] = extent
+        self.attached_tokens += extent.tokens
 
     def attached(self, name: UnitName) -> bool:
         return name in self._extents
 
+    def attached_units(self) -> list[UnitName]:
+        return list(self._extents)
+
+    def extents(self) -> Iterable[Extent]:
+        """Where the attached units are."""
+        return self._extents.values()
+
+    @property
+    def relaid(self) -> bool:
+        """Something was laid anew since `detach_moved`."""
+        return self._relaid
+
     def detach_moved(self) -> dict[UnitName, Extent]:
         """Forgets the units that are no longer laid as they were when they were attached, and returns them."""
+        if not self._relaid:
+            return {}
         moved = {}
         for name, extent in self._extents.items():
             laid = self.timeline.find(name)
-            held = sum(run.length for run in extent.runs)
-            if laid is None or (laid.start, laid.layout.vision_tokens) != (extent.start, held):
+            stays = laid is not None and (laid.start, laid.layout.vision_tokens) == (extent.start, extent.tokens)
+            if name in self._replaced or not stays:
                 moved[name] = extent
-        for name in moved:
+        for name, extent in moved.items():
             del self._extents[name]
-        if moved:
-            self._attached = 0
+            self.attached_tokens -= extent.tokens
+        self._relaid = False
+        self._replaced.clear()
+        self._forget_runs()
         return moved
 
     def detach_all(self) -> list[Extent]:
         """Forgets every extent and returns them, for the pool."""
         extents = list(self._extents.values())
         self._extents.clear()
-        self._attached = 0
+        self.attached_tokens = 0
+        self._forget_runs()
         return extents
+
+    def _forget_runs(self) -> None:
+        self._attached = 0
+        self._runs.clear()
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
@@ -176,23 +278,42 @@ class DecodeSequence:
     def ready_rows(self) -> int:
         """Rows from the first that can be computed: up to the first unit that is not attached."""
         units = self.timeline.units
-        while self._attached < len(units) and units[self._attached].name in self._extents:
+        while self._attached < len(units):
+            unit = units[self._attached]
+            extent = self._extents.get(unit.name)
+            if extent is None:
+                break
+            at = unit.first
+            for run in extent.runs:
+                self._add_run(at, run)
+                at += run.length
             self._attached += 1
         return self.timeline.rows_before(self._attached)
 
+    def _add_run(self, at: int, run: Run) -> None:
+        if self._runs:
+            first, slot, length = self._runs[-1]
+            if slot + length == run.start:
+                self._runs[-1] = (first, slot, length + run.length)
+                return
+        self._runs.append((at, run.start, run.length))
+
     def rows(self, count: int) -> SequenceRows:
         """The next `count` rows, as a step wants them. `self.pages` must hold them."""
-        stop = self.computed + count
-        assert stop <= self.ready_rows, f"rows to {stop} are asked for, {self.ready_rows} are ready"
+        stop, ready = self.computed + count, self.ready_rows
+        assert stop <= ready, f"rows to {stop} are asked for, {ready} are ready"
         boundaries = self.timeline.boundaries(self.computed, stop)
         spans = boundaries[boundaries[:, 1] > boundaries[:, 0]]
         first, last = (int(spans[:, 0].min()), int(spans[:, 1].max())) if len(spans) else (0, 0)
-        extents = []
-        units = self.timeline.units
-        begin = bisect_left(units, first, key=lambda unit: unit.first)
-        for unit in units[begin : bisect_left(units, last, key=lambda unit: unit.first)]:
-            at = unit.first
-            for run in self._extents[unit.name].runs:
-                extents.append((at, run.start, run.length))
-                at += run.length
-        return SequenceRows(self.computed, count, self.pages, boundaries, extents)
+        return SequenceRows(self.computed, count, self.pages, boundaries, self._runs_within(first, last))
+
+    def _runs_within(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """Vision tokens [first, last), as `SequenceRows.extents`."""
+        runs = []
+        begin = bisect_right(self._runs, first, key=lambda run: run[0]) - 1
+        for at, slot, length in self._runs[max(begin, 0) :]:
+            low, high = max(at, first), min(at + length, last)
+            if low >= high:
+                break
+            runs.append((low, slot + low - at, high - low))
+        return runs

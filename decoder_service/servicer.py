@@ -92,12 +92,10 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         )
 
     def usage(self) -> dict[str, float]:
-        """The share of each pool that is taken, from 0 to 1."""
+        """The share of each pool that requests hold, from 0 to 1. What is only kept for others counts as free."""
         engine = self.model.engine
-        return {
-            "self": 1 - engine.pages.free / engine.pages.total,
-            "cross": 1 - engine.extents.free / engine.extents.total,
-        }
+        held = engine.holdings.held
+        return {"self": held.pages / engine.pages.total, "cross": held.visual / engine.extents.total}
 
     async def Decode(
         self, request_iterator: AsyncIterator[dpb.DecodeRequest], context: Any

@@ -61,4 +61,5 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
     text, visual = pool_tokens(
         half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
     )
-    return model, DecoderEngine(half, model.processor, text_tokens=text, visual_tokens=visual), fingerprint
+    engine = DecoderEngine(half, model.processor, text_tokens=text, visual_tokens=visual, attention=settings.attention)
+    return model, engine, fingerprint

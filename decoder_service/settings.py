@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ByteSize, Field
 
 from chiasm.settings import WorkerSettings
@@ -22,6 +24,9 @@ class DecoderSettings(WorkerSettings):
     )
     pool_bytes: ByteSize = Field(
         default=ByteSize(2 << 30), gt=0, description="of each pool, where its tokens are not given"
+    )
+    attention: Literal["auto", "torch", "flashinfer"] = Field(
+        default="auto", description="which kernels attend; auto: FlashInfer on CUDA where it can, else torch's"
     )
     max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
     max_waiting: int = Field(

@@ -214,8 +214,11 @@ class Coordinator(Work):
         which = response.WhichOneof("message")
         if which == "admitted":
             self._admitted = True
-            for medium in self.media:
-                medium.go()
+            held: list[set[int]] = [set() for _ in self.media]
+            for unit in response.admitted.held:
+                held[unit.slot].add(unit.unit)
+            for medium, units in zip(self.media, held, strict=True):
+                medium.go(units, lambda medium: self.start(medium.encode_again))
         elif which == "attached":
             for unit in response.attached.units:
                 self.media[unit.slot].attached(unit.unit)

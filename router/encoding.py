@@ -62,6 +62,7 @@ class Encoding:
         probe: None until it is known.
         sized: what the units are, as far as is known; None before.
         announced: the newest announcement of each unit.
+        held: units that the decoder has without being given them.
         usage, times: of the encoder that came to the end.
         accounted: set when they are there.
         waiting: for an encoder that can take it.
@@ -75,6 +76,7 @@ class Encoding:
         self.probe: pb.Probe | None = None
         self.sized: epb.EncodeSized | None = None
         self.announced: dict[int, epb.EncodeReady] = {}
+        self.held: set[int] = set()
         self.usage: pb.MediaUsage | None = None
         self.times = pb.StageTimes()
         self.accounted = asyncio.Event()
@@ -96,12 +98,19 @@ class Encoding:
         for call in self._calls:
             call.siblings(siblings)
 
-    def go(self) -> None:
-        """The decoder has admitted what was sized: entries may be made."""
-        if not self._gone:
-            self._gone = True
-            for call in self._calls:
-                call.go(_go(self._wanted()))
+    def go(self, held: Iterable[int], start: Callable[[Encoding], asyncio.Task[None]]) -> None:
+        """A decoder has admitted what was sized: entries may be made, but for the units that it holds.
+
+        `start` runs `encode_again`, for what an earlier decoder held and this one does not.
+        """
+        before, self.held = self.held, set(held)
+        if self._gone:
+            for unit in sorted(before - self.held - self.announced.keys()):
+                self.missing(unit, start)
+            return
+        self._gone = True
+        for call in self._calls:
+            call.go(_go(self._wanted()))
 
     def attached(self, unit: int) -> None:
         for call in self._calls:
@@ -111,13 +120,14 @@ class Encoding:
     @property
     def all_announced(self) -> bool:
         sized = self.sized
-        return sized is not None and sized.final and len(self.announced) >= len(sized.units)
+        return sized is not None and sized.final and len(self.announced.keys() | self.held) >= len(sized.units)
 
     def missing(self, unit: int, start: Callable[[Encoding], asyncio.Task[None]]) -> None:
         """A unit's entry could not be used: it is encoded again, together with others of this medium that go missing
         meanwhile. `start` runs `encode_again`."""
         self.attached(unit)  # what is gone pins nothing, and the first call may be waiting for its credit
         self._missing.add(unit)
+        self.held.discard(unit)
         if self._again is None or self._again.done():
             self._again = start(self)
 
@@ -213,7 +223,8 @@ class Encoding:
         elif which == "end" and first:
             self.usage = response.end.usage
             if self.usage.HasField("units_cached"):
-                self.usage.units_cached = self._cached  # by all calls together
+                # By all calls together, and what no call was asked for.
+                self.usage.units_cached = self._cached + len(self.held - self.announced.keys())
             self.times = response.end.times
             self.accounted.set()
 
@@ -226,12 +237,12 @@ class Encoding:
         self._request.on_sized(self)
 
     def _wanted(self) -> list[int]:
-        """The units that are not announced yet; none says all. Where nothing is left but the end, the last unit stands
-        for it."""
-        if self.sized is None or not self.announced:
+        """The units that are neither announced yet nor held by the decoder; none says all. Where nothing is left but
+        the end, the last unit stands for it."""
+        if self.sized is None or not (self.announced or self.held):
             return []
         count = len(self.sized.units)
-        return self._left(range(count)) or [count - 1]
+        return [unit for unit in self._left(range(count)) if unit not in self.held] or [count - 1]
 
 
 def _go(units: Iterable[int], *, afresh: bool = False) -> epb.EncodeGo:

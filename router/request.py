@@ -24,9 +24,10 @@ MAX_MEDIA = 256
 MAX_TURNS = 1024
 MAX_PARTS = 4096
 MAX_TOKENS = 1 << 19
-MAX_STOP_BYTES = 256
 MAX_MIME = 255
 """Characters of a mime type. RFC 6838 allows 127 on either side of its stroke."""
+
+STOP_BYTES = 256
 
 _HANDLE = re.compile(r"[0-9a-f]{32}")
 
@@ -208,13 +209,18 @@ def _check_sampling(sampling: pb.SamplingParams) -> None:
         value = getattr(sampling, name)
         if sampling.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
             raise InvalidRequest.out_of_range(name, value, allowed, name)
-    for stop in sampling.stop:
-        if len(stop.encode()) > MAX_STOP_BYTES:
-            raise InvalidRequest.out_of_range("stop", stop, f"at most {MAX_STOP_BYTES} bytes each", "stop")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest.out_of_range(
             "min_tokens", sampling.min_tokens, f"at most max_tokens ({sampling.max_tokens})", "min_tokens"
         )
+    for i, string in enumerate(sampling.stop):
+        if not 0 < (size := len(string.encode())) <= STOP_BYTES:
+            raise InvalidRequest.out_of_range(f"stop[{i}]", size, f"a string of 1 to {STOP_BYTES} bytes", f"stop[{i}]")
+    if len({entry.token_id for entry in sampling.logit_bias}) < len(sampling.logit_bias):
+        raise InvalidRequest.out_of_range("logit_bias", len(sampling.logit_bias), "each token once", "logit_bias")
+    for i, entry in enumerate(sampling.logit_bias):
+        if not math.isfinite(entry.bias):
+            raise InvalidRequest.out_of_range(f"logit_bias[{i}]", entry.bias, "finite", f"logit_bias[{i}]")
 
 
 def _no_unknown_fields(message: Message, path: str) -> None:

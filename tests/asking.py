@@ -108,8 +108,11 @@ async def forget(service: LocalService) -> None:
 
 
 def assert_empty(service: LocalService) -> None:
-    """Both pools are whole, nothing is in flight, nothing is pinned."""
+    """Nobody holds anything in either pool, and both are whole once what is kept was flushed; nothing is in flight,
+    nothing is pinned."""
     engine = service.decoder.engine
+    assert engine.holdings.held == (0, 0) and engine.holdings.promised == (0, 0)
+    service.decoder.flush()
     assert engine.pages.free == engine.pages.total
     assert engine.extents.free == engine.extents.total
     assert not service.encoder.in_flight

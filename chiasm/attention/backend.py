@@ -35,7 +35,8 @@ class SequenceRows:
         rows: rows added.
         pages: self-pool pages of the sequence, enough for start + rows.
         boundaries: (rows, 2) vision tokens [first, last) each new row sees; first == last where it sees none.
-        extents: (first vision token, cross-pool slot, length) of each attached unit, in vision order.
+        extents: (first vision token, cross-pool slot, length) of each attached unit, in vision order. Sequences that
+            look at the same unit may name the same slots: they are then read once for all of them.
     """
 
     start: int

@@ -1,7 +1,7 @@
 """Attention as plain functions of tensors, without pages: what training differentiates through.
 
 A step is a batch of equally long rows (shorter sequences are padded on the right and their rows ignored by the caller).
-Masks are dense here, and only here: serving never builds one.
+Masks over all rows and keys are built here, and only here: serving knows a row's mask as two integers.
 """
 
 from __future__ import annotations

@@ -63,11 +63,8 @@ class ExtentAllocator:
 
     def __init__(self, slots: int) -> None:
         self.total = slots
+        self.free = slots
         self._holes: list[Run] = [Run(0, slots)] if slots else []  # ascending, never adjacent
-
-    @property
-    def free(self) -> int:
-        return sum(hole.length for hole in self._holes)
 
     def take(self, length: int) -> list[Run]:
         """Runs of slots, `length` together, in the order in which the unit's tokens fill them.
@@ -81,6 +78,7 @@ class ExtentAllocator:
                 retry_after=0.1,
                 facts={"needed": length, "free": self.free},
             )
+        self.free -= length
         runs = []
         while length:
             place = next((i for i, hole in enumerate(self._holes) if hole.length >= length), 0)
@@ -98,6 +96,7 @@ class ExtentAllocator:
 
     def _give_back(self, run: Run) -> None:
         start, length = run
+        self.free += length
         i = bisect_left(self._holes, run)
         self._holes.insert(i, run)
         if i + 1 < len(self._holes) and start + length == self._holes[i + 1].start:

@@ -23,6 +23,7 @@ from chiasm.client.events import (
     Started,
     TimelineFrame,
     Token,
+    TokenLogprobs,
     Usage,
 )
 from chiasm.client.media import Frames, Handle, Image, Video
@@ -56,6 +57,7 @@ __all__ = [
     "Started",
     "TimelineFrame",
     "Token",
+    "TokenLogprobs",
     "Transport",
     "Usage",
     "Video",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.limits import MAX_SECONDS
 
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_BIASES = 1024
+MAX_BIAS = 3.4028234663852886e38
+"""The largest number that the wire's 32 bits hold."""
 
 
 def conflict(message: str) -> InvalidRequest:
@@ -102,3 +107,34 @@ def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
         if not 0 <= token <= MAX_TOKEN_ID:
             raise InvalidRequest.out_of_range(f"{name}[{index}]", token, f"from 0 to {MAX_TOKEN_ID}")
     return ids
+
+
+def stop(values: str | Iterable[str]) -> tuple[str, ...]:
+    """Stop strings. Raises InvalidRequest FIELD_OUT_OF_RANGE for too many, an empty one and one that is too long,
+    TypeError for what is no text."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"stop is a string or a sequence of strings, not {type(values).__name__}")
+    given = (values,) if isinstance(values, str) else tuple(values)
+    if len(given) > MAX_STOPS:
+        raise InvalidRequest.out_of_range("stop", len(given), f"at most {MAX_STOPS} strings")
+    for index, string in enumerate(given):
+        if not isinstance(string, str):
+            raise TypeError(f"stop[{index}] is a {type(string).__name__}, not a string")
+        # A lone surrogate, which no encoding can carry, takes three bytes and is found where the request is made.
+        if not 0 < (size := len(string.encode("utf-8", "surrogatepass"))) <= MAX_STOP_BYTES:
+            raise InvalidRequest.out_of_range(f"stop[{index}]", size, f"a string of 1 to {MAX_STOP_BYTES} bytes")
+    return given
+
+
+def logit_bias(values: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Ids with what is added to their logits. Raises InvalidRequest FIELD_OUT_OF_RANGE for too many and for a number
+    that is not finite, TypeError as `token_ids` and `number` do."""
+    given = tuple(values.items() if isinstance(values, Mapping) else values)
+    ids = token_ids("logit_bias", [token for token, _ in given])
+    if len(ids) > MAX_BIASES:
+        raise InvalidRequest.out_of_range("logit_bias", len(ids), f"at most {MAX_BIASES} tokens")
+    if len(set(ids)) < len(ids):
+        raise InvalidRequest.out_of_range("logit_bias", len(ids), "each token once")
+    for token, value in given:
+        number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
+    return given

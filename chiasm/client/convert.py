@@ -33,6 +33,20 @@ _ROLES: dict[Role, pb.Role.ValueType] = {
     "user": pb.ROLE_USER,
     "assistant": pb.ROLE_ASSISTANT,
 }
+_OPTIONS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "seed",
+    "min_tokens",
+)
+"""Options that are one number each. None is not said."""
+
 _REQUEST_ID = re.compile(r"[ -~]{1,128}")
 
 R = TypeVar("R", rpb.GenerateRequest, rpb.EstimateRequest)
@@ -250,14 +264,23 @@ def _frames(part: Frames) -> pb.FrameSequence:
 
 def _sampling(message: pb.SamplingParams, params: SamplingParams, max_tokens: int | None) -> None:
     most = checks.max_tokens(max_tokens)
-    if params.temperature is not None:
-        message.temperature = params.temperature
-    if params.seed is not None:
-        message.seed = params.seed
+    for name in _OPTIONS:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(message, name, value)
     most = params.max_tokens if most is None else most
     if most is not None:
         message.max_tokens = most
+    if most is not None and (params.min_tokens or 0) > most:
+        raise InvalidRequest.out_of_range("min_tokens", params.min_tokens, f"at most max_tokens ({most})")
+    for string in params.stop:
+        _check_text(string, "stop")
+    message.stop.extend(params.stop)
+    for token, bias in dict(params.logit_bias).items():
+        message.logit_bias.add(token_id=token, bias=bias)
     message.stop_token_ids.extend(params.stop_token_ids)
     message.banned_token_ids.extend(params.banned_token_ids)
     if params.ignore_eos:
         message.ignore_eos = True
+    if not params.skip_special_tokens:
+        message.skip_special_tokens = False

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import EllipsisType
 
 from chiasm.client import checks
 from chiasm.client.connection import Headers
 from chiasm.client.stream import AsyncGenerationStream
 from chiasm.client.transport import Opener, Transport
+from chiasm.client.types import SamplingParams
 
 TIMEOUT = 600.0
 """Seconds of a whole call, unless the caller says otherwise."""
@@ -20,8 +21,9 @@ IDLE_TIMEOUT = 60.0
 """Seconds between two events."""
 
 IN_SAMPLING = {
-    name: f"sampling=SamplingParams({name}=...)"
-    for name in ("temperature", "seed", "stop_token_ids", "banned_token_ids", "ignore_eos")
+    field.name: f"sampling=SamplingParams({field.name}=...)"
+    for field in fields(SamplingParams)
+    if field.name != "max_tokens"
 }
 """Options that callers of other libraries look for beside the prompt."""
 

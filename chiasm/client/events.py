@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "closed", "other"]
-"""`stop`: the model ended its turn. `length`: `max_tokens` or the end of the context. `closed`: the timeline was closed
-while it was sampled. `other`: a reason of a newer server."""
+"""`stop`: the model ended its turn, or a stop string or stop token came. `length`: `max_tokens` or the end of the
+context. `closed`: the timeline was closed while it was sampled. `other`: a reason of a newer server."""
 
 Operation: TypeAlias = Literal["generate", "condition", "embed", "session"]
 MediaKind: TypeAlias = Literal["image", "video", "frame", "other"]
@@ -53,20 +53,36 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probabilities at one place, natural logarithms after penalties and temperature.
+
+    Attributes:
+        id: of the token drawn, with its `logprob`.
+        top: ids of the likeliest tokens and their log-probabilities, in falling order.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """Tokens drawn, and the text that became certain with them.
 
     Attributes:
-        text: never holds a broken character, and so may be empty.
+        text: never holds a broken character, nor what a stop string may still cut, and so may be empty.
         ids: one or more; none where only text that was held back comes.
         index: of the first of them in the answer, from 0.
         visible: frames the model saw.
+        logprobs: one element for each id, if they were asked for.
     """
 
     text: str
     ids: tuple[int, ...]
     index: int
     visible: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +163,12 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer."""
+    """The end of an answer. `stop` is the stop string that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage
     times: StageTimes
+    stop: str | None = None
 
 
 Event: TypeAlias = Started | Token | FramesVisible | Finished
@@ -159,7 +176,14 @@ Event: TypeAlias = Started | Token | FramesVisible | Finished
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole answer."""
+    """A whole answer.
+
+    Attributes:
+        text: without the stop string that ended it.
+        ids: of all tokens drawn, with those of the stop string.
+        logprobs: one element for each id, if they were asked for.
+        stop: the stop string that ended it, if one did.
+    """
 
     text: str
     ids: tuple[int, ...]
@@ -168,6 +192,8 @@ class Generation:
     times: StageTimes
     frames: tuple[TimelineFrame, ...]
     request_id: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

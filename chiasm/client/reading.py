@@ -24,6 +24,7 @@ from chiasm.client.events import (
     Started,
     TimelineFrame,
     Token,
+    TokenLogprobs,
     Usage,
 )
 from chiasm.client.media import Handle
@@ -91,7 +92,8 @@ class Reader:
                 facts={"due": self._index, "came": tokens.index},
             )
         self._index += len(tokens.ids)
-        return Token(tokens.text.decode(), tuple(tokens.ids), tokens.index, self._visible)
+        logprobs = tuple(map(_logprobs, tokens.logprobs))
+        return Token(tokens.text.decode(), tuple(tokens.ids), tokens.index, self._visible, logprobs)
 
     def _see(self, visible: pb.Visible) -> FramesVisible:
         dropped, seen = self._frames_of(visible.first), self._frames_of(visible.count)
@@ -106,10 +108,16 @@ class Reader:
         return sum(unit in held for unit in self._units)
 
     def _finished(self, finished: pb.Finished) -> list[Event]:
-        end = Finished(_REASONS.get(finished.reason, "other"), _usage(finished.usage), _stage_times(finished.times))
+        reason = _REASONS.get(finished.reason, "other")
+        end = Finished(reason, _usage(finished.usage), _stage_times(finished.times), finished.stop or None)
         if not finished.text:
             return [end]
         return [Token(finished.text.decode(), (), self._index, self._visible), end]
+
+
+def _logprobs(logprobs: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((other.token_id, other.logprob) for other in logprobs.top)
+    return TokenLogprobs(logprobs.drawn.token_id, logprobs.drawn.logprob, top)
 
 
 def _timeline_frame(frame: pb.TimelineFrame) -> TimelineFrame:

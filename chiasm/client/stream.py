@@ -22,6 +22,7 @@ from chiasm.client.events import (
     Generation,
     StageTimes,
     TimelineFrame,
+    TokenLogprobs,
     Usage,
 )
 from chiasm.client.loop import LoopThread
@@ -70,6 +71,10 @@ class AsyncGenerationStream:
         return self.answer.ids
 
     @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.answer.logprobs
+
+    @property
     def frames(self) -> tuple[TimelineFrame, ...]:
         return self.answer.frames
 
@@ -84,6 +89,11 @@ class AsyncGenerationStream:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.answer.finish_reason
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self.answer.stop
 
     @property
     def request_id(self) -> str:
@@ -211,6 +221,10 @@ class GenerationStream:
         return self._stream.ids
 
     @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self._stream.logprobs
+
+    @property
     def frames(self) -> tuple[TimelineFrame, ...]:
         return self._stream.frames
 
@@ -225,6 +239,11 @@ class GenerationStream:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self._stream.finish_reason
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stream.stop
 
     @property
     def request_id(self) -> str:

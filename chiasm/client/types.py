@@ -5,7 +5,7 @@ Media are in `chiasm.client.media`. Knows no protobuf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -54,38 +54,83 @@ class TokenPrompt:
 Prompt: TypeAlias = tuple[Message, ...] | TokenPrompt
 
 
-@known_keywords({"max_new_tokens": "max_tokens"})
+_NUMBERS = (
+    ("temperature", 0, 100),
+    ("top_p", 2.0**-126, 1),  # a number that is 0 on the wire, which has 32 bits for it, is none above 0
+    ("min_p", 0, 1),
+    ("repetition_penalty", 2.0**-126, 1e6),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
+_WHOLE_NUMBERS = (
+    ("seed", 2**64 - 1),
+    ("top_k", 2**32 - 1),
+    ("logprobs", 20),
+    ("min_tokens", checks.MAX_TOKENS),
+)
+
+
+@known_keywords({"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"})
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. None means the server's own value.
 
     Attributes:
         temperature: divides the logits, from 0 to 100; 0 takes the likeliest token. The server's own value is 0.
+        top_p: keeps the fewest of the likeliest tokens that have this mass, above 0, at most 1.
+        top_k: keeps this many of the likeliest tokens; 0 keeps all.
+        min_p: keeps tokens at least this likely relative to the likeliest, from 0 to 1.
+        repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 more.
+        presence_penalty: is subtracted from the logit of a token that is in the output, from -2 to 2.
+        frequency_penalty: is subtracted for each time it is there, from -2 to 2.
+        logit_bias: by token id, what is added to its logit. At most 1,024.
+        logprobs: asks for the log-probability of each token and of so many of the likeliest at its place, from 0 to 20.
         seed: from 0 to 2**64 - 1; equal seeds draw equal tokens. Unset, it is drawn for each request.
         max_tokens: bounds the answer, from 1. Unset: the room left in the context.
+        min_tokens: the answer does not end by itself before so many.
+        stop: a string that ends the answer and is no part of it, or up to 16 of them, each of at most 256 bytes.
         stop_token_ids: end the answer, beside the checkpoint's own.
         banned_token_ids: are never drawn.
         ignore_eos: draws on beyond the checkpoint's own end tokens.
+        skip_special_tokens: leaves control tokens out of the text. Their ids come all the same.
 
     Raises InvalidRequest FIELD_OUT_OF_RANGE, also for NaN; TypeError for what is no number.
     """
 
     _: KW_ONLY
     temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     banned_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        checks.number("temperature", self.temperature, 0, 100)
-        object.__setattr__(self, "seed", checks.whole("seed", self.seed, 0, 2**64 - 1))
+        for name, low, high in _NUMBERS:
+            checks.number(name, getattr(self, name), low, high)
+        for name, most in _WHOLE_NUMBERS:
+            object.__setattr__(self, name, checks.whole(name, getattr(self, name), 0, most))
         object.__setattr__(self, "max_tokens", checks.max_tokens(self.max_tokens))
+        if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
+            raise InvalidRequest.out_of_range("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        object.__setattr__(self, "stop", checks.stop(self.stop))
+        object.__setattr__(self, "logit_bias", checks.logit_bias(self.logit_bias))
         for name in ("stop_token_ids", "banned_token_ids"):
             object.__setattr__(self, name, checks.token_ids(name, getattr(self, name)))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
 
 
 def parts_of(content: Content) -> tuple[Part, ...]:

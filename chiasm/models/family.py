@@ -203,6 +203,7 @@ class DecoderHalf(Protocol):
     entry_shape: EntryShape
     layers_total: int
     self_layers: int
+    heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int

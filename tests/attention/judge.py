@@ -7,6 +7,19 @@ from torch import Tensor
 
 from chiasm.attention.pages import Pools
 
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-12),
+    torch.float32: (1e-5, 2e-6),
+    torch.bfloat16: (2e-2, 2e-2),  # eight bits, rounded in the weights, once more where parts are merged, in the result
+}
+"""Relative and absolute, for values drawn from a unit normal."""
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    """Fails unless equal within the tolerance of their common dtype."""
+    rtol, atol = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+
 
 def attend(q_hd: Tensor, k_skd: Tensor, v_skd: Tensor) -> Tensor:
     """(heads, dim) of one row over (S, kv heads, dim) keys and values; zero where there are none."""

@@ -34,14 +34,14 @@ def test_a_batch_of_sequences(heads: int, kv_heads: int) -> None:
     attention.plan(Step([]))
     q, k, v = draw(1, B * T, heads, D), draw(2, B * T, kv_heads, D), draw(3, B * T, kv_heads, D)
     causal = [judge.causal(*parts) for parts in zip(q.split(T), k.split(T), v.split(T), strict=True)]
-    torch.testing.assert_close(attention.attend_self(q, k, v, layer=0), torch.cat(causal), rtol=1e-5, atol=2e-6)
+    judge.close(attention.attend_self(q, k, v, layer=0), torch.cat(causal))
     for layer, (keys, values) in enumerate(cross):
         expected = [
             judge.spans(q[b * T : (b + 1) * T], keys[b].transpose(0, 1), values[b].transpose(0, 1), boundaries()[b])
             for b in range(B)
         ]
         got = attention.attend_cross(q, layer=layer)
-        torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=2e-6)
+        judge.close(got, torch.cat(expected))
         assert not got[T : 2 * T].any(), "a sequence that sees nothing gets zero"
 
 
@@ -60,9 +60,9 @@ def test_without_cross_layers_it_is_plain_causal_attention() -> None:
     attention = DenseAttention(B, [], torch.zeros(B, T, 2, dtype=torch.long))
     q, k, v = (draw(seed, B * T, 2, D) for seed in (1, 2, 3))
     causal = [judge.causal(*parts) for parts in zip(q.split(T), k.split(T), v.split(T), strict=True)]
-    torch.testing.assert_close(attention.attend_self(q, k, v, layer=0), torch.cat(causal), rtol=1e-5, atol=2e-6)
+    judge.close(attention.attend_self(q, k, v, layer=0), torch.cat(causal))
     full = attention.varlen(q, k, v, [T] * B, causal=True)
-    torch.testing.assert_close(full, torch.cat(causal), rtol=1e-5, atol=2e-6)
+    judge.close(full, torch.cat(causal))
 
 
 def test_a_mask_says_where_a_row_may_look() -> None:
@@ -71,4 +71,4 @@ def test_a_mask_says_where_a_row_may_look() -> None:
     mask[..., 2:6] = True
     got = grouped_attention(q, k, v, mask=mask)[0].transpose(0, 1)
     expected = judge.full(q[0].transpose(0, 1), k[0, :, 2:6].transpose(0, 1), v[0, :, 2:6].transpose(0, 1))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    judge.close(got, expected)

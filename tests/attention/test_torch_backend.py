@@ -19,10 +19,6 @@ from tests.attention import judge
 D = 8
 
 
-def close(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
-
-
 def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -95,9 +91,9 @@ def step(pools: Pools, pages: PageAllocator, work: list[tuple[Sequence, int]]) -
 
 def check(one: Sequence) -> None:
     for layer in range(2):
-        close(torch.cat(one.outs[layer]), judge.causal(one.q[layer], one.k[layer], one.v[layer]))
+        judge.close(torch.cat(one.outs[layer]), judge.causal(one.q[layer], one.k[layer], one.v[layer]))
         k, v = (x.transpose(0, 1) for x in one.vision[layer])
-        close(torch.cat(one.crossed[layer]), judge.spans(one.q[layer], k, v, one.boundaries))
+        judge.close(torch.cat(one.crossed[layer]), judge.spans(one.q[layer], k, v, one.boundaries))
 
 
 def prefix(rows: int, units: int) -> list[tuple[int, int]]:
@@ -191,7 +187,7 @@ def test_independent_sequences_one_after_another(lengths: list[int], causal: boo
         (judge.causal if causal else judge.full)(*parts)
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
-    close(TorchVarlen().varlen(q, k, v, lengths, causal=causal), torch.cat(expected))
+    judge.close(TorchVarlen().varlen(q, k, v, lengths, causal=causal), torch.cat(expected))
 
 
 def test_a_sequence_does_not_see_its_neighbours() -> None:

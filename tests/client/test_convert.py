@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,64 @@ def test_unset_options_are_not_sent_and_zeros_are() -> None:
     assert (sent.temperature, sent.seed, sent.max_tokens) == (0.0, 0, 9)
     assert request_of("?", sampling=SamplingParams(max_tokens=9), max_tokens=5).sampling.max_tokens == 5
     assert request_of("?", sampling=SamplingParams(seed=2**64 - 1)).sampling.seed == 2**64 - 1
+
+
+def test_every_option_of_sampling_reaches_the_wire() -> None:
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias={7: 1.5, 9: -2},
+        logprobs=4,
+        seed=8,
+        max_tokens=20,
+        min_tokens=2,
+        stop=["a", "bc"],
+        stop_token_ids=[1],
+        banned_token_ids=[2],
+        ignore_eos=True,
+        skip_special_tokens=False,
+    )
+    sent = request_of("?", sampling=sampling).sampling
+    assert sent == pb.SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias=[pb.LogitBias(token_id=7, bias=1.5), pb.LogitBias(token_id=9, bias=-2)],
+        logprobs=4,
+        seed=8,
+        max_tokens=20,
+        min_tokens=2,
+        stop=["a", "bc"],
+        stop_token_ids=[1],
+        banned_token_ids=[2],
+        ignore_eos=True,
+        skip_special_tokens=False,
+    )
+    left_out = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} - {
+        field.name for field, _ in sent.ListFields()
+    }
+    assert left_out == {"n", "guide"}
+    assert hash(sampling) == hash(replace(sampling, stop=("a", "bc")))
+
+
+def test_fewest_tokens_are_no_more_than_the_most_of_the_call() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens is 4, must be at most max_tokens"):
+        request_of("?", sampling=SamplingParams(min_tokens=4), max_tokens=3)
+
+
+def test_half_of_a_surrogate_pair_in_a_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request_of("?", sampling=SamplingParams(stop="\ud800"))
+    assert (caught.value.reason, caught.value.item) == ("MALFORMED_REQUEST", "stop")
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, io.BytesIO])

@@ -161,6 +161,24 @@ def test_sampling_depends_on_its_seed(client: Client) -> None:
     assert ids(temperature=0.0, seed=1) == ids(temperature=0.0, seed=2) == ids()
 
 
+def test_a_stop_string_ends_an_answer_and_log_probabilities_come_with_it(client: Client) -> None:
+    content: Content = [Video(HELD_OUT / "clip_3.mp4"), READ]
+    whole = client.generate("digits", content)
+    assert whole.logprobs == () and whole.stop is None
+    stop = whole.text[2:4]
+    sampling = SamplingParams(stop=[stop], logprobs=2)
+    with client.stream("digits", content, sampling=sampling) as stream:
+        for _ in stream:
+            assert whole.text.startswith(stream.text), "what may be a stop string is held back"
+    answer = stream.generation()
+    assert (answer.text, answer.stop, answer.finish_reason) == (whole.text[: whole.text.index(stop)], stop, "stop")
+    assert (stream.stop, stream.logprobs) == (answer.stop, answer.logprobs)
+    assert [place.id for place in answer.logprobs] == list(answer.ids) == list(whole.ids[: len(answer.ids)])
+    for place in answer.logprobs:
+        (likeliest, logprob), (_, second) = place.top
+        assert (likeliest, logprob) == (place.id, place.logprob) and second <= logprob <= 0
+
+
 def test_max_tokens_ends_an_answer(client: Client) -> None:
     answer = client.generate("digits", [Video(HELD_OUT / "clip_3.mp4"), READ], max_tokens=1)
     assert (len(answer.ids), answer.finish_reason) == (1, "length")

@@ -12,6 +12,7 @@ from chiasm.client import (
     Started,
     TimelineFrame,
     Token,
+    TokenLogprobs,
     Usage,
 )
 from chiasm.client.reading import Reader
@@ -61,6 +62,24 @@ def test_text_that_was_held_back_comes_as_a_last_token() -> None:
     assert token == Token("tail", (), 0, 0)
     assert isinstance(end, Finished)
     assert end.reason == "length"
+
+
+def test_a_stop_string_and_log_probabilities_are_read() -> None:
+    place = pb.TokenLogprobs(
+        drawn=pb.TokenLogprob(token_id=7, logprob=-0.5),
+        top=[pb.TokenLogprob(token_id=7, logprob=-0.5), pb.TokenLogprob(token_id=9, logprob=-1.25)],
+    )
+    response = fake.tokens(0, "a")
+    response.tokens.logprobs.append(place)
+    (token,) = Reader().read(response)
+    assert isinstance(token, Token)
+    assert token.logprobs == (TokenLogprobs(7, -0.5, ((7, -0.5), (9, -1.25))),)
+    (end,) = Reader().read(rpb.GenerateResponse(finished=pb.Finished(stop="END")))
+    assert isinstance(end, Finished)
+    assert end.stop == "END"
+    (end,) = Reader().read(rpb.GenerateResponse(finished=pb.Finished()))
+    assert isinstance(end, Finished)
+    assert end.stop is None
 
 
 def test_another_attempt_goes_on_and_old_attempts_are_void() -> None:

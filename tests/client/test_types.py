@@ -43,6 +43,42 @@ def test_whole_numbers_out_of_range_are_refused(field: str, value: int) -> None:
     assert (error.reason, error.facts["field"]) == ("FIELD_OUT_OF_RANGE", field)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("top_p", 0.0, "top_p"),
+        ("top_p", NAN, "top_p"),
+        ("min_p", 1.5, "min_p"),
+        ("repetition_penalty", 0.0, "repetition_penalty"),
+        ("presence_penalty", 2.5, "presence_penalty"),
+        ("frequency_penalty", NAN, "frequency_penalty"),
+        ("top_k", -1, "top_k"),
+        ("logprobs", 21, "logprobs"),
+        ("min_tokens", -1, "min_tokens"),
+        ("stop", "", "stop[0]"),
+        ("stop", ["a", "é" * 129], "stop[1]"),
+        ("stop", ["a"] * 17, "stop"),
+        ("logit_bias", {5: NAN}, "logit_bias[5]"),
+        ("logit_bias", {5: 1e39}, "logit_bias[5]"),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "logit_bias"),
+        ("logit_bias", [(5, 1.0), (5, 2.0)], "logit_bias"),
+        ("logit_bias", {-1: 1.0}, "logit_bias[0]"),
+    ],
+)
+def test_options_of_sampling_out_of_range_are_refused_with_their_name(field: str, value: object, named: str) -> None:
+    error = refused(SamplingParams, **{field: value})
+    assert (error.reason, error.facts["field"]) == ("FIELD_OUT_OF_RANGE", named)
+
+
+def test_fewest_tokens_are_no_more_than_the_most() -> None:
+    error = refused(SamplingParams, min_tokens=4, max_tokens=3)
+    assert (error.reason, error.facts["field"]) == ("FIELD_OUT_OF_RANGE", "min_tokens")
+
+
+def test_one_stop_string_is_as_good_as_a_sequence() -> None:
+    assert SamplingParams(stop="END") == SamplingParams(stop=["END"])
+
+
 @pytest.mark.parametrize("seed", [0, 2**64 - 1, np.int64(7)])
 def test_every_seed_of_64_bits_is_taken(seed: int) -> None:
     assert SamplingParams(seed=seed).seed == seed
@@ -67,7 +103,7 @@ def test_a_misspelt_option_is_refused_with_the_nearest_name(
     assert option in error.message and nearest in error.message and make.__name__ in error.message
 
 
-@pytest.mark.parametrize("option", ["n", "top_p", "logprobs"])
+@pytest.mark.parametrize("option", ["n", "guide"])
 def test_an_option_that_no_server_takes_yet_is_not_there(option: str) -> None:
     error = refused(SamplingParams, **{option: 1})
     assert (error.reason, error.facts["field"]) == ("UNKNOWN_FIELD", option)
@@ -81,7 +117,21 @@ def test_signatures_are_what_they_were() -> None:
         Video()  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": 1.5}, {"seed": "7"}, {"temperature": "hot"}, {"temperature": []}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1.5},
+        {"seed": "7"},
+        {"temperature": "hot"},
+        {"temperature": []},
+        {"top_k": 2.5},
+        {"stop": 3},
+        {"stop": [3]},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {5: "much"}},
+        {"skip_special_tokens": 1},
+    ],
+)
 def test_what_is_no_number_is_a_type_error(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(options))):
         SamplingParams(**options)

@@ -137,8 +137,11 @@ class Halves:
         return told
 
     def assert_empty(self) -> None:
-        """Both pools are whole, nothing is reserved, nothing is pinned."""
+        """Nobody holds anything in either pool, and both are whole once what is kept was flushed; nothing is reserved,
+        nothing is pinned."""
         engine = self.decoder.engine
+        assert engine.holdings.held == (0, 0) and engine.holdings.promised == (0, 0)
+        self.decoder.flush()
         assert engine.pages.free == engine.pages.total
         assert engine.extents.free == engine.extents.total
         assert not self.decoder.running and not self.decoder.waiting

@@ -197,7 +197,7 @@ async def test_a_reader_that_takes_nothing_holds_up_nobody_and_is_not_run_far_ah
             told = Told()
             told.note(await anext(slow))  # admitted; nothing is read after it
             await asyncio.gather(*(system.told(going_on(system, f"Q{i}", tokens), CLOSE) for i in range(3)))
-            held = (engine.pages.total - engine.pages.free) * engine.pages.page_size
+            held = engine.holdings.held.pages * engine.pages.page_size
             assert told.admitted is not None
             assert held <= told.admitted.prompt_tokens + UNREAD + engine.pages.page_size
             async for response in slow:

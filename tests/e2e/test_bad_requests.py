@@ -155,8 +155,10 @@ ROWS: dict[str, Row] = {
     "b127 top_p above 1": (lambda: with_sampling(top_p=1.5), InvalidRequest, "FIELD_OUT_OF_RANGE", "top_p", {}),
     "b129 no tokens": (lambda: with_sampling(max_tokens=2**31), InvalidRequest, "FIELD_OUT_OF_RANGE", "max_tokens", {}),
     "b130 a million answers": (lambda: with_sampling(n=10**6), InvalidRequest, "FIELD_OUT_OF_RANGE", "n", {}),
-    "b133 a bias on no token": (lambda: with_sampling(logit_bias=[pb.LogitBias(token_id=1, bias=1)]), Unsupported,
-                                "FEATURE_DISABLED", None, {"field": "logit_bias"}),
+    "b133 a bias on no token": (lambda: with_sampling(logit_bias=[pb.LogitBias(token_id=10**6, bias=1)]),
+                                InvalidRequest, "FIELD_OUT_OF_RANGE", "logit_bias", {"field": "logit_bias"}),
+    "b134 a guide": (lambda: with_sampling(guide=pb.Guide(regex="a*")), Unsupported, "FEATURE_DISABLED", None,
+                     {"field": "guide"}),
     "b140 a million parts": (_a_million_parts, InvalidRequest, "TOO_MANY_ITEMS", None, {"got": 1_000_001}),
     "b142 an unknown option": (with_unknown_field, InvalidRequest, "UNKNOWN_FIELD", None, {}),
     "b143 an unknown role": (lambda: _turns(77), InvalidRequest, "FIELD_OUT_OF_RANGE", "messages[0]", {}),  # type: ignore[arg-type]

@@ -247,11 +247,11 @@ async def test_b127_to_b130_options_out_of_range_are_refused(field: str, value: 
 
 async def test_an_option_that_is_not_served_is_refused_and_not_ignored() -> None:
     request = question("Read the digits.")
-    request.sampling.top_p = 0.5
+    request.sampling.n = 2
     async with running() as service:
         with pytest.raises(Unsupported) as caught:
             await ask(service, request)
-    assert caught.value.facts == {"field": "sampling.top_p"} or "top_p" in caught.value.message
+    assert caught.value.facts == {"field": "n"}
 
 
 async def test_b142_an_unknown_field_is_refused_at_any_depth() -> None:

@@ -100,9 +100,7 @@ async def test_text_and_early_units_are_prefilled_while_later_units_are_still_en
         fleet = MeddledFleet(service, encoder=slowly)
         asking = asyncio.create_task(answer(fleet, question("Read the digits.", video(clip.path.read_bytes()))))
         engine = service.decoder.engine
-        await until(
-            lambda: engine.extents.total - engine.extents.free == 3 * 5 and engine.pages.free < engine.pages.total
-        )
+        await until(lambda: engine.holdings.held.visual == 3 * 5 and engine.holdings.held.pages > 0)
         assert len(ready) == 4 and not asking.done()
         gate.set()
         assert (await asking).text == clip.answer
@@ -306,30 +304,33 @@ async def test_a_worker_that_is_not_heard_of_is_replaced_although_its_connection
     ("stage", "after"), [("queue", None), ("encode", None), ("prefill", "admitted"), ("decode", "tokens")]
 )
 async def test_a_deadline_names_the_stage_at_which_it_passed(stage: str, after: str | None) -> None:
-    """The device of one half stands still: from the beginning, or once the decoder has said something."""
+    """Another holds all the room, or the device of one half stands still: from the beginning, or once the decoder has
+    said something."""
     clip = digits.shipped_clips()[-1]
     gate = threading.Event()
     async with running() as service:
 
-        def stand_still(number: int = 0, response: epb.EncodeResponse | dpb.DecodeResponse | None = None) -> bool:
-            if response is None or response.WhichOneof("message") == after:
+        def stand_still(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
+            if response.WhichOneof("message") == after:
                 standing.append(asyncio.create_task(service.decoder.run(gate.wait)))
             return True
 
         standing: list[asyncio.Task[bool]] = []
         fleet = MeddledFleet(service, decoder=stand_still)
         request = question("Read the digits.", video(clip.path.read_bytes()))
-        if after is not None:
+        holder = service.decoder.engine.sequence()
+        if stage != "encode":
             await ask(service, request)  # what comes before that stage is quick the second time
         try:
             if stage == "encode":
                 service.encoder.device.submit(gate.wait)
-            elif after is None:
-                stand_still()
+            elif stage == "queue":
+                await service.decoder.reserve(holder, text=service.decoder.text_capacity, visual=0)
             ending = asyncio.create_task(answer(fleet, request, deadline=time.monotonic() + 2.0))
             await asyncio.sleep(2.5)  # leaving waits for what stands still
         finally:
             gate.set()
+            await service.decoder.release(holder)
         with pytest.raises(DeadlineExceeded) as caught:
             await ending
         assert caught.value.stage == stage

@@ -45,6 +45,25 @@ def test_fewest_tokens_beyond_the_most_are_told_with_both() -> None:
     assert refusal(request).message == "min_tokens is 5, must be at most max_tokens (3)"
 
 
+@pytest.mark.parametrize("string", ["", "x" * 257, "é" * 129])
+def test_a_stop_string_of_no_length_or_of_too_much_is_told_with_its_place(string: str) -> None:
+    request = question("hello")
+    request.sampling.stop.extend(["END", string])
+    error = refusal(request)
+    assert (error.item, error.facts["value"]) == ("stop[1]", len(string.encode()))
+
+
+def test_b133_biases_are_finite_and_of_one_token_each() -> None:
+    request = question("hello")
+    request.sampling.logit_bias.add(token_id=3, bias=1.0)
+    request.sampling.logit_bias.add(token_id=4, bias=float("inf"))
+    assert refusal(request).item == "logit_bias[1]"
+    request.sampling.logit_bias[1].bias = 2.0
+    check_generate(request)
+    request.sampling.logit_bias[1].token_id = 3
+    assert refusal(request).item == "logit_bias"
+
+
 def test_a_request_id_is_told_in_bounded_length() -> None:
     request = question("hello")
     request.request_id = "\n" * 10_000
@@ -76,15 +95,11 @@ def test_b140_a_list_of_millions_is_refused_by_its_length(where: str) -> None:
     assert int(caught.value.facts["got"]) >= many > int(caught.value.facts["limit"])
 
 
-@pytest.mark.parametrize("field", ["mime_type", "stop"])
-def test_long_words_are_refused_before_they_travel(field: str) -> None:
+def test_a_mime_type_that_is_none_by_its_length_is_refused_before_it_travels() -> None:
     request = question("hello", pb.Media(kind=pb.MEDIA_KIND_IMAGE, data=b"x"))
-    if field == "stop":
-        request.sampling.stop.append("x" * 257)
-    else:
-        request.media[0].mime_type = "x" * 256
+    request.media[0].mime_type = "x" * 256
     error = refusal(request)
-    assert error.facts["field"] == field and len(str(error)) < 400
+    assert error.facts["field"] == "mime_type" and len(str(error)) < 400
 
 
 def test_unknown_roles_and_kinds_are_told_with_their_place() -> None:

@@ -105,6 +105,7 @@ class MossVLDecoder(nn.Module):
         self.entry_shape = config.entry_shape
         self.layers_total = t.num_hidden_layers
         self.self_layers = len(t.self_attention_layers)
+        self.heads = t.num_attention_heads
         self.kv_heads = t.num_key_value_heads
         self.head_dim = t.head_dim
         self.vocab_size = t.vocab_size
