@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ SLACK: Final = 1.0
 """Seconds that a worker's deadline lies behind the request's own, which names the stage and must be heard first."""
 
 
-class Work:
+class Work(ABC):
     """One request on its way.
 
     Args:
@@ -91,9 +92,9 @@ class Work:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @abstractmethod
     async def failed(self, error: Exception) -> None:
         """A part of the request went wrong."""
-        raise NotImplementedError
 
     async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -167,8 +168,10 @@ class Work:
             for medium in self.media:
                 medium.siblings(epb.EncodeSiblings(siblings=siblings))
 
+    @abstractmethod
     def on_sized(self, encoding: Encoding) -> None:
-        raise NotImplementedError
+        """The units that a medium becomes have their sizes."""
 
+    @abstractmethod
     def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
-        raise NotImplementedError
+        """Entries of a medium can be read."""
