@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -112,7 +112,7 @@ class Uploads:
         if before is None:
             await self._keep((tenant, handle), upload)
         try:
-            with self.held(before) if before is not None else nullcontext():
+            with self.held(before or upload):  # to the end of the stream: the last piece alone is not yet a handle
                 await self._fill(upload, header, requests, keep=before is None)
         except BaseException as error:
             if before is None:
@@ -122,7 +122,6 @@ class Uploads:
         if before is not None and before.digest != upload.digest:
             raise _in_use(handle)
         kept = before or upload
-        kept.until = self._clock() + kept.ttl
         response = rpb.UploadResponse(handle=handle, byte_length=upload.size, digest=upload.digest)
         response.expire_time.FromNanoseconds(int((time.time() + kept.ttl) * 1e9))
         return response

@@ -331,3 +331,18 @@ async def test_a_medium_is_not_forgotten_while_it_is_sent_again() -> None:
     sender.send(piece(b"me", last=True), None)
     assert (await again).handle == HANDLE
     assert await read(await find(uploads)) == b"same"
+
+
+async def test_a_handle_is_still_there_when_it_is_given_out_although_room_was_wanted_meanwhile() -> None:
+    uploads = Uploads(UploadLimits(max_uploads=1))
+    sender = Sender()
+    receiving = asyncio.create_task(uploads.receive(TENANT, sender.requests()))
+    sender.send(header(), piece(b"all of it", last=True))
+    first = await find(uploads)
+    assert await read(first) == b"all of it"
+    with pytest.raises(Overloaded) as refused:
+        await uploads.receive(TENANT, sent(header(bytes(16)), piece(b"another", last=True)))
+    assert refused.value.reason == "UPLOADS_FULL"
+    sender.send(None)
+    assert (await receiving).handle == HANDLE
+    assert await find(uploads) is first
