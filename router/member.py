@@ -104,7 +104,7 @@ class Member(Generic[C, I]):
         await self._end()
 
     async def _keep_asking(self) -> None:
-        wait = FIRST_RETRY
+        retry = min(FIRST_RETRY, self._beat)
         while True:
             self._doubted.clear()
             try:
@@ -113,14 +113,13 @@ class Member(Generic[C, I]):
                 if isinstance(error, DeadlineExceeded) and self._worker is not None:
                     self._worker.silent.set()
                 self._set(None)
-                wait = min(2 * wait, self._beat)
+                wait, retry = retry, min(2 * retry, self._beat)
             else:
                 self._set(None if info.draining else info)
-                wait = self._beat
+                wait, retry = self._beat, min(FIRST_RETRY, self._beat)
             try:
                 async with asyncio.timeout(wait):
                     await self._doubted.wait()
-                    wait = FIRST_RETRY
             except TimeoutError:
                 pass  # it is time to ask again
 

@@ -271,6 +271,38 @@ async def test_a_worker_that_stands_still_is_told_apart_from_one_that_is_gone() 
         await member.close()
 
 
+async def test_a_worker_that_does_not_answer_is_asked_again_soon_and_then_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([False, False, False, True, False, False, True])
+    waits: list[float] = []
+    asked = asyncio.Event()
+    limit = asyncio.timeout
+
+    async def ask(*, timeout: float) -> epb.EncoderInfoResponse:  # noqa: ASYNC109
+        there = next(answers, None)
+        if there is None:
+            asked.set()
+            await asyncio.Event().wait()
+        if not there:
+            raise ConnectionFailed("nobody listens")
+        return epb.EncoderInfoResponse()
+
+    def at_once(wait: float) -> asyncio.Timeout:
+        waits.append(wait)
+        return limit(0)
+
+    async with serving(Encoder()) as e:
+        remote = RemoteEncoder(e)
+        calls: EncoderCalls = remote
+        monkeypatch.setattr("router.member.asyncio.timeout", at_once)
+        member = Member(calls, ask, remote.close, lambda: None, beat=0.3)
+        await asked.wait()
+        monkeypatch.undo()
+        await member.close()
+    assert waits == [0.1, 0.2, 0.3, 0.3, 0.1, 0.2, 0.3]
+
+
 async def test_a_name_stands_for_every_address_it_has() -> None:
     async with serving(Encoder()) as e, serving(Decoder()) as d:
         names = [f"dns:///localhost:{target.rpartition(':')[2]}" for target in (e, d)]
