@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,20 +66,34 @@ class LaidUnit:
         return self.index + len(self.layout.placeholder_ids)
 
 
+class _Stretch(NamedTuple):
+    """Rows [start, stop) of ordinary tokens, or of one unit's placeholders.
+
+    Attributes:
+        unit: number of the unit whose placeholders they are; None for ordinary tokens.
+        shift: position minus row, of ordinary tokens.
+        complete: units that are complete before them.
+    """
+
+    start: int
+    stop: int
+    unit: int | None
+    shift: int
+    complete: int
+
+
 class Timeline:
     """Token ids with their positions, and units with theirs. Rows are token indices from 0.
 
-    `len(timeline)` is the number of rows. All growth is O(1) per token and per unit.
+    `len(timeline)` is the number of rows. All growth is O(1) per token and per unit. Kept are the ids and the units;
+    everything else about a row follows from the units before it.
     """
 
     def __init__(self) -> None:
-        self._ids = array("q")
-        self._positions = (array("q"), array("q"), array("q"))  # time, height, width
-        self._visible = array("q")  # units whose placeholder is complete in rows 0..i
-        self._dropped = array("q")  # units dropped before row i was laid
+        self._ids = array("i")
         self._units: list[LaidUnit] = []
         self._numbers: dict[UnitName, int] = {}  # place in _units
-        self._dropped_now = 0
+        self._drops: list[tuple[int, int]] = []  # (row, units dropped before rows from there on), both ascending
         self.counter = 0
         """Position the next ordinary token gets, on every axis."""
 
@@ -88,14 +102,17 @@ class Timeline:
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
-    def append_text(self, ids: Iterable[int]) -> int:
+    def append_text(self, ids: Sequence[int]) -> int:
         """Lays ordinary tokens, one position each. Returns the row of the first."""
         at = len(self._ids)
-        visible = len(self._units)
-        for token in ids:
-            self._row(token, (self.counter, self.counter, self.counter), visible)
-            self.counter += 1
+        self._ids.extend(ids)
+        self.counter += len(ids)
         return at
+
+    def append_token(self, token: int) -> None:
+        """Lays one ordinary token."""
+        self._ids.append(token)
+        self.counter += 1
 
     def append_unit(self, name: UnitName, layout: UnitLayout) -> LaidUnit:
         """Lays a unit: its placeholders and its place among the vision tokens.
@@ -106,13 +123,9 @@ class Timeline:
             raise ValueError(f"{name} is laid already")
         first = self._units[-1].last if self._units else 0
         unit = LaidUnit(name, layout, len(self._ids), self.counter, first)
-        seen = len(self._units)
-        last = len(layout.placeholder_ids) - 1
-        for i, (token, step) in enumerate(zip(layout.placeholder_ids, layout.placeholder_steps, strict=True)):
-            t, h, w = (self.counter + s for s in step)
-            self._row(token, (t, h, w), seen + (i == last))
+        self._ids.extend(layout.placeholder_ids)
+        self._numbers[name] = len(self._units)
         self._units.append(unit)
-        self._numbers[name] = seen
         self.counter += layout.advance
         return unit
 
@@ -121,36 +134,27 @@ class Timeline:
 
         Raises ValueError if more would be hidden than are laid.
         """
-        if not 0 <= count <= len(self._units) - self._dropped_now:
-            raise ValueError(f"cannot drop {count} units: {len(self._units)} laid, {self._dropped_now} dropped")
-        self._dropped_now += count
+        if not 0 <= count <= len(self._units) - self.dropped:
+            raise ValueError(f"cannot drop {count} units: {len(self._units)} laid, {self.dropped} dropped")
+        if count:
+            self._drops.append((len(self), self.dropped + count))
 
     def truncate(self, rows: int) -> None:
         """Forgets every row from `rows` on, with the units laid there and the drops made behind row `rows`.
 
         Raises ValueError if the cut would fall inside a unit's placeholders.
         """
-        kept = bisect_right([unit.end_index for unit in self._units], rows)
+        kept = self._complete(rows)
         if kept < len(self._units) and self._units[kept].index < rows:
             raise ValueError(f"row {rows} is inside {self._units[kept].name}")
         if rows >= len(self):
             return
-        cut = self._units[kept] if kept < len(self._units) else None
-        # Ordinary rows have three equal axes, so the first row cut off holds the counter, unless it opens a unit.
-        self.counter = cut.start if cut and cut.index == rows else self._positions[0][rows]
-        self._dropped_now = self._dropped[rows]
-        for column in (self._ids, *self._positions, self._visible, self._dropped):
-            del column[rows:]
+        self.counter = rows + self._shift(kept)
+        del self._drops[bisect_right(self._drops, rows, key=lambda drop: drop[0]) :]
+        del self._ids[rows:]
         for unit in self._units[kept:]:
             del self._numbers[unit.name]
         del self._units[kept:]
-
-    def _row(self, token: int, position: tuple[int, int, int], visible: int) -> None:
-        self._ids.append(token)
-        for axis, value in zip(self._positions, position, strict=True):
-            axis.append(value)
-        self._visible.append(visible)
-        self._dropped.append(self._dropped_now)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class Timeline:
     @property
     def dropped(self) -> int:
         """Units hidden from every row that is laid from now on."""
-        return self._dropped_now
+        return self._drops[-1][1] if self._drops else 0
 
     @property
     def rope_delta(self) -> int:
@@ -185,35 +189,92 @@ class Timeline:
 
     def positions(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """(3, rows) positions on the axes time, height, width."""
-        return np.array([axis[start:stop] for axis in self._positions], dtype=np.int64).reshape(3, -1)
+        start, stop, _ = slice(start, stop).indices(len(self))
+        made = np.empty((3, max(stop - start, 0)), dtype=np.int64)
+        for part in self._stretches(start, stop):
+            rows = slice(part.start - start, part.stop - start)
+            if part.unit is None:
+                made[:, rows] = np.arange(part.start + part.shift, part.stop + part.shift)
+            else:
+                unit = self._units[part.unit]
+                steps = unit.layout.placeholder_steps[part.start - unit.index : part.stop - unit.index]
+                made[:, rows] = unit.start + np.array(steps, dtype=np.int64).T
+        return made
 
     def visible(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """(rows,) number of units whose placeholders are complete in rows 0..i, i included."""
-        return np.array(self._visible[start:stop], dtype=np.int64)
+        start, stop, _ = slice(start, stop).indices(len(self))
+        made = np.empty(max(stop - start, 0), dtype=np.int64)
+        for part in self._stretches(start, stop):
+            made[part.start - start : part.stop - start] = part.complete
+            if part.unit is not None and part.stop == self._units[part.unit].end_index:
+                made[part.stop - start - 1] += 1
+        return made
 
     def boundaries(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """(rows, 2) vision tokens `[first, last)` that each row may attend to. first == last where it sees none."""
-        visible = self._visible[start:stop]
-        dropped = self._dropped[start:stop]
-        rows = [self._span(d, v) for d, v in zip(dropped, visible, strict=True)]
-        return np.array(rows, dtype=np.int64).reshape(-1, 2)
+        start, stop, _ = slice(start, stop).indices(len(self))
+        dropped, visible = self._dropped(start, stop), self.visible(start, stop)
+        low, high = (int(dropped[0]), int(visible[-1])) if len(visible) else (0, 0)
+        # Vision tokens before each unit from number `low` to number `high`.
+        edges = np.array([unit.first for unit in self._units[low : high + 1]], dtype=np.int64)
+        if high == len(self._units):
+            edges = np.append(edges, self.vision_tokens)
+        made = np.zeros((len(visible), 2), dtype=np.int64)
+        seeing = np.flatnonzero(visible > dropped)
+        made[seeing, 0] = edges[dropped[seeing] - low]
+        made[seeing, 1] = edges[visible[seeing] - low]
+        return made
 
     def row_bytes(self, start: int, stop: int) -> bytes:
         """Everything about rows [start, stop) but which units they are among: ids, positions, units complete, units
         dropped. Six columns of `stop - start` integers, eight bytes each."""
-        columns = (self._ids, *self._positions, self._visible, self._dropped)
-        return b"".join(column[start:stop].tobytes() for column in columns)
+        ids = np.array(self._ids[start:stop], dtype=np.int64)
+        columns = (ids, self.positions(start, stop), self.visible(start, stop), self._dropped(start, stop))
+        return b"".join(column.tobytes() for column in columns)
 
     def units_begun(self, start: int, stop: int) -> Sequence[LaidUnit]:
         """Units whose first placeholder is among rows [start, stop), in order."""
         first = bisect_left(self._units, start, key=lambda unit: unit.index)
         return self._units[first : bisect_left(self._units, stop, lo=first, key=lambda unit: unit.index)]
 
-    def _span(self, dropped: int, visible: int) -> tuple[int, int]:
-        if dropped >= visible:
-            return (0, 0)
-        return (self._units[dropped].first, self._units[visible - 1].last)
-
     def rows_before(self, unit: int) -> int:
         """Rows that need only units before number `unit`: where a prefill must stop while that unit is not ready."""
         return self._units[unit].index if unit < len(self._units) else len(self._ids)
+
+    # -- what follows from the units -----------------------------------------------------------------------------------
+
+    def _complete(self, row: int) -> int:
+        """Units that are complete before a row."""
+        return bisect_right(self._units, row, key=lambda unit: unit.end_index)
+
+    def _shift(self, complete: int) -> int:
+        """Position minus row of the ordinary tokens behind so many units."""
+        if not complete:
+            return 0
+        unit = self._units[complete - 1]
+        return unit.start + unit.layout.advance - unit.end_index
+
+    def _stretches(self, start: int, stop: int) -> Iterator[_Stretch]:
+        """Rows [start, stop) in order."""
+        number = self._complete(start)
+        while start < stop:
+            unit = self._units[number] if number < len(self._units) else None
+            if unit is None or start < unit.index:
+                end = stop if unit is None else min(unit.index, stop)
+                yield _Stretch(start, end, None, self._shift(number), number)
+            else:
+                end = min(unit.end_index, stop)
+                yield _Stretch(start, end, number, 0, number)
+                number += 1
+            start = end
+
+    def _dropped(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """(rows,) units dropped before each of rows [start, stop) was laid."""
+        known = bisect_right(self._drops, start, key=lambda drop: drop[0])
+        made = np.full(max(stop - start, 0), self._drops[known - 1][1] if known else 0, dtype=np.int64)
+        for row, total in self._drops[known:]:
+            if row >= stop:
+                break
+            made[row - start :] = total
+        return made
