@@ -1,14 +1,14 @@
-"""The answer of one timeline: when a token may be drawn, what the caller is told of it, and when it ends.
+"""The answer of one sequence: what the caller is told of the tokens that were drawn, and when it ends.
 
-It draws and counts. It knows nothing of entries, pools and steps.
+It is a step or more behind what is drawn: what comes after its end is not told. It knows nothing of entries, pools and
+steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from chiasm.errors import Unsupported
@@ -17,43 +17,68 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import LaidUnit
 from decoder_service.detokenizer import Detokenizer, NamesControl
+from decoder_service.drawer import Drawer
 from decoder_service.model import DecoderModel
-from decoder_service.options import read_options
-from decoder_service.penalties import Ids, Seen
-from decoder_service.sampler import Draw, Drawn
+from decoder_service.options import Options
+from decoder_service.sampler import Drawn
+from decoder_service.seats import Outcome
 from decoder_service.sequence import DecodeSequence
 from decoder_service.stops import StopStrings
 
 
 class Answer:
-    """Tokens drawn for one sequence."""
+    """Tokens drawn for one sequence.
 
-    def __init__(self, model: DecoderModel, opened: dpb.DecodeOpen, sequence: DecodeSequence) -> None:
+    Args:
+        number: of the sequence among those of its request.
+
+    Attributes:
+        stops: tokens behind which nothing is drawn before something is appended.
+        told: tokens so far.
+        finished: all was told.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        opened: dpb.DecodeOpen,
+        options: Options,
+        sequence: DecodeSequence,
+        *,
+        number: int = 0,
+    ) -> None:
         self._model = model
         self._open = opened
+        self._options = options
         self._sequence = sequence
+        self._number = number
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
-        self._options = read_options(opened.sampling, opened.seed, model.vocabulary)
-        own = frozenset() if self._options.ignore_eos or self._live else model.prompt.stop_ids
-        self._stop_ids = own | self._options.stop_ids
-        banned = model.prompt.banned_ids | self._options.banned_ids
-        self._banned = _ids(banned)
-        self._banned_early = _ids(banned | self._stop_ids) if self._options.min_tokens else self._banned
-        self._history = Seen()
-        self._read = 0  # rows of the timeline that were seen
-        self._control = {} if self._options.skip_special_tokens else _control_bytes(model)
+        own: frozenset[int] = frozenset() if options.ignore_eos or self._live else model.prompt.stop_ids
+        self._stop_ids = own | options.stop_ids
+        silence = {model.silence_id} if self._live and model.silence_id is not None else frozenset()
+        self.stops: frozenset[int] = self._stop_ids | silence
+        self.drawer = Drawer(
+            sequence,
+            options,
+            number=number,
+            banned=model.prompt.banned_ids | options.banned_ids,
+            stops=self._stop_ids,
+        )
+        self._control = {} if options.skip_special_tokens else _control_bytes(model)
         self._detokenizer = Detokenizer()
-        self._stops = StopStrings(self._options.stop)
+        self._strings = StopStrings(options.stop)
         self._out: list[dpb.DecodeResponse] = []
         self._prompt_rows = 0
+        self._spared = 0  # of those, when the first token was drawn
         self._limit = 0  # tokens of the answer at most
-        self._drawn = 0
+        self.told = 0
         self._seen: tuple[int, int] | None = None  # (first, count) of units, as the caller was last told
         self._closed = False
         self._silent = False
         self._queued = 0.0  # seconds
         self._begun = 0.0  # when it was admitted and when its first token was drawn, by the monotonic clock
         self._first = 0.0
+        self._ended = 0.0
         self.finished = False
 
     @property
@@ -62,14 +87,14 @@ class Answer:
         return not self.finished and (not self._silent if self._live else self._closed)
 
     @property
-    def asked(self) -> int | None:
-        """Tokens that the caller wants at most; None for as many as there is room for."""
-        return self._options.max_tokens
+    def begun(self) -> bool:
+        """There was a first token."""
+        return self.told > 0
 
     @property
     def room(self) -> int:
-        """Tokens that may still be drawn."""
-        return self._limit - self._drawn
+        """Tokens that may be drawn behind those that were told."""
+        return min(self._limit - self.told, self._model.context_limit - self._sequence.timeline.counter)
 
     def admit(self, room: int, *, queued: float) -> None:
         """There is room for so many tokens; it was waited for `queued` seconds."""
@@ -87,44 +112,28 @@ class Answer:
         if self._live:
             self._finish(pb.FINISH_REASON_CLOSED)
 
-    @property
-    def draw(self) -> Draw:
-        """How the next token is drawn."""
-        early = self._drawn < self._options.min_tokens
-        self._read_rows()
-        return Draw(
-            self._options.drawing,
-            index=self._drawn,
-            banned=self._banned_early if early else self._banned,
-            seen=self._history,
-        )
-
-    def _read_rows(self) -> None:
-        """Notes the rows that others laid since the last token: they count as prompt."""
-        laid = len(self._sequence.timeline)
-        if self._options.drawing.penalised:
-            self._history.read(self._sequence.timeline.ids(self._read, laid))
-        self._read = laid
-
-    def add(self, token: int) -> None:
-        """Lays the token that was drawn, and tells it."""
-        assert isinstance(token, Drawn), "the sampler draws it"
-        timeline = self._sequence.timeline
-        if not self._drawn:
+    def tell(self, tokens: Sequence[Outcome]) -> None:
+        """Tells the tokens that were drawn, which are the last that the timeline has, as far as the answer goes."""
+        if tokens and not self.told:
             self._first = time.monotonic()
-            self._begin()
-        self._tell_visible()
-        self._sequence.extend([[token]])
-        self._read += 1
-        if self._options.drawing.penalised:
-            self._history.add(token)
-        self._drawn += 1
+            self._begin(len(tokens))
+        for behind, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
+            assert isinstance(token, Drawn), "the sampler draws it"
+            if self.finished:
+                return
+            self._tell_visible()
+            self._add(token, self._sequence.timeline.counter - behind)
+
+    def _add(self, token: Drawn, position: int) -> None:
+        """`position` is the one behind the token."""
+        self.told += 1
         text = self._detokenizer.push(self._control.get(token) or self._model.token_bytes(token))
-        told = self._stops.push(text, may_end=self._may_end)
+        told = self._strings.push(text, may_end=self._may_end)
         self._tell(
             tokens=pb.Tokens(
+                sequence=self._number,
                 attempt=self._open.attempt,
-                index=self._drawn - 1,
+                index=self.told - 1,
                 ids=[token],
                 text=told.encode("utf-8"),
                 logprobs=_told_logprobs(token),
@@ -132,16 +141,16 @@ class Answer:
         )
         if self._live and token == self._model.silence_id:
             self._silent = True
-            self._tell(silence=pb.Silence(attempt=self._open.attempt, index=self._drawn - 1))
-        if self._stops.found is not None or token in self._stop_ids:
+            self._tell(silence=pb.Silence(sequence=self._number, attempt=self._open.attempt, index=self.told - 1))
+        if self._strings.found is not None or token in self._stop_ids:
             self._finish(pb.FINISH_REASON_STOP)
-        elif self._drawn == self._limit or timeline.counter >= self._model.context_limit:
+        elif self.told == self._limit or position >= self._model.context_limit:
             self._finish(pb.FINISH_REASON_LENGTH)
 
     @property
     def _may_end(self) -> bool:
         """The answer may end by itself with the last token: there were `min_tokens` before it."""
-        return self._drawn > self._options.min_tokens
+        return self.told > self._options.min_tokens
 
     def responses(self) -> list[dpb.DecodeResponse]:
         """What there is to tell since the last time."""
@@ -151,9 +160,12 @@ class Answer:
     def _tell(self, **message: object) -> None:
         self._out.append(dpb.DecodeResponse(**message))  # type: ignore[arg-type]
 
-    def _begin(self) -> None:
+    def _begin(self, drawn: int) -> None:
         timeline = self._sequence.timeline
-        self._prompt_rows = len(timeline)  # a medium that ended early has left fewer than were admitted
+        self._prompt_rows = len(timeline) - drawn  # a medium that ended early has left fewer than were admitted
+        self._spared = min(self._sequence.spared, self._prompt_rows)
+        if self._number:
+            return  # the first sequence has told what they share
         frames = [self._frame(unit) for unit in timeline.units]
         visible = timeline.visible().tolist() if self._open.prompt_visibility else []
         self._tell(
@@ -188,8 +200,9 @@ class Answer:
         last = timeline.units[-1] if seen[1] > seen[0] else None
         self._tell(
             visible=pb.Visible(
+                sequence=self._number,
                 attempt=self._open.attempt,
-                index=self._drawn,
+                index=self.told,
                 first=seen[0],
                 count=seen[1],
                 last=None if last is None else pb.UnitRef(slot=last.name.slot, unit=last.name.unit),
@@ -207,38 +220,38 @@ class Answer:
 
     def _finish(self, reason: pb.FinishReason.ValueType) -> None:
         self.finished = True
-        timeline = self._sequence.timeline
-        usage = pb.Usage(
-            prompt_tokens=self._prompt_rows,
-            visual_tokens=timeline.vision_tokens,
-            cached_prompt_tokens=min(self._sequence.spared, self._prompt_rows),
-            output_tokens=self._drawn,
-        )
-        now = time.monotonic()
-        first = self._first or now
-        times = pb.StageTimes(
-            queue=to_duration(self._queued),
-            prefill=to_duration(first - (self._begun or first)),
-            decode=to_duration(now - first),
-        )
-        text = self._stops.finish(self._detokenizer.finish(), may_end=self._may_end)
-        if self._stops.found is not None and reason == pb.FINISH_REASON_LENGTH:
+        self._ended = time.monotonic()
+        text = self._strings.finish(self._detokenizer.finish(), may_end=self._may_end)
+        if self._strings.found is not None and reason == pb.FINISH_REASON_LENGTH:
             reason = pb.FINISH_REASON_STOP
         self._tell(
             finished=pb.Finished(
+                sequence=self._number,
                 attempt=self._open.attempt,
                 reason=reason,
-                stop=self._stops.found or "",
+                stop=self._strings.found or "",
                 text=text.encode("utf-8"),
-                tokens=self._drawn,
-                usage=usage,
-                times=times,
+                tokens=self.told,
             )
         )
 
+    def used(self) -> pb.Usage:
+        """What the sequence has used."""
+        return pb.Usage(
+            prompt_tokens=self._prompt_rows,
+            visual_tokens=self._sequence.timeline.vision_tokens,
+            cached_prompt_tokens=self._spared,
+            output_tokens=self.told,
+        )
 
-def _ids(ids: Iterable[int]) -> Ids:
-    return np.array(sorted(ids), dtype=np.int64)
+    def times(self) -> pb.StageTimes:
+        """Where its time went."""
+        first = self._first or self._ended
+        return pb.StageTimes(
+            queue=to_duration(self._queued),
+            prefill=to_duration(first - (self._begun or first)),
+            decode=to_duration(self._ended - first),
+        )
 
 
 def _control_bytes(model: DecoderModel) -> dict[int, bytes]:

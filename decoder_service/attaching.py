@@ -1,179 +1,115 @@
-"""The entries of one timeline: held against what was sized, verified, attached where their units are laid, unpinned.
-
-Right keys and values or none: an entry that is absent or doubtful is asked for once more and never used. It knows
-stores and contracts, no text and no token.
-"""
+"""The units of one sequence: attached where they are laid, from the entries of its call or from what is here already,
+and so again when it has lost them."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from functools import partial
 
 from torch import Tensor
 
-from chiasm.cache import wire
-from chiasm.cache.entry import Contract, EntryKey, open_entry, tag_secret
-from chiasm.cache.place import Place
-from chiasm.errors import ServerError
-from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import UnitName
+from decoder_service.entries import Entries
 from decoder_service.model import DecoderModel
+from decoder_service.seats import Seat
 from decoder_service.sequence import DecodeSequence
 
 
-class _Announced(NamedTuple):
-    contract: Contract
-    place: Place
-
-
 class Attaching:
-    """Entries announced to one sequence.
+    """The units of one sequence, attached where they are laid.
 
     Args:
-        root: the tenant's root, under which its entries are tagged.
-        item_of: the path of a slot's medium in the caller's request, for errors.
+        entries: of its call; several sequences may attach the same.
     """
 
-    def __init__(
-        self, model: DecoderModel, sequence: DecodeSequence, *, root: bytes, item_of: Callable[[int], str | None]
-    ) -> None:
+    def __init__(self, model: DecoderModel, seat: Seat[DecodeSequence], entries: Entries) -> None:
         self._model = model
-        self._sequence = sequence
-        self._secret = tag_secret(model.workers_secret, root)
-        self._item_of = item_of
-        self._announced: dict[UnitName, _Announced] = {}
-        self._waiting: dict[UnitName, None] = {}  # announced and not attached, in order
-        self._stale: list[UnitName] = []  # held from before, and of no use any more
-        self._pins: dict[UnitName, set[tuple[EntryKey, bytes]]] = {}  # entries and leases that are not given back yet
-        self._asked: dict[UnitName, int] = {}  # units asked for again, and how often
+        self._seat = seat
+        self._sequence = seat.sequence
+        self._entries = entries
+        self._waiting: dict[UnitName, None] = {}  # to be attached, in order
+        self._stale: dict[UnitName, None] = {}  # was here and is gone, and nothing has been announced of it
 
-    def announce(self, ready: dpb.DecodeReady) -> None:
-        """Remembers what an entry is.
-
-        Raises ServerError FEATURE_COUNT_MISMATCH, with both numbers, for one that is not what was sized or not what
-        this model reads, ENTRY_CONTRACT for one of another key than it was said to have.
-        """
-        name = UnitName(ready.slot, ready.unit)
-        sized = self._sequence.sized(ready.slot)
-        if sized is None or ready.unit >= len(sized.grids):
-            raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
-        contract = wire.read(ready.entry, sized.grids[ready.unit])
-        # Whatever comes of it: one that is announced twice, or that does not fit, holds a pin all the same.
-        self._pins.setdefault(name, set()).add((contract.key, ready.entry.lease.lease_id))
-        needed = self._needed(contract.key, contract.grid)
-        if contract != needed:
-            raise ServerError(
-                "FEATURE_COUNT_MISMATCH",
-                f"an entry of shape {contract.shape} came where {needed.shape} is needed",
-                item=self._item_of(ready.slot),
-                facts={"got": contract.shape[3], "needed": needed.shape[3]},
-            )
-        self._know(name, contract.key)
-        self._announced[name] = _Announced(contract, wire.place_of(ready.entry))
+    def announced(self, name: UnitName) -> None:
+        """A unit's entry may be read."""
+        self._stale.pop(name, None)
         self._waiting[name] = None
 
-    async def resized(self, message: dpb.DecodeSized) -> None:
-        """Takes back whatever no longer fits a slot that was sized anew. What merely moved is attached again.
+    def unfit(self, names: Iterable[UnitName]) -> None:
+        """What was announced of these units is void."""
+        for name in names:
+            self._waiting.pop(name, None)
 
-        Raises Overloaded KV_POOL_FULL if there is no room for what moved, ServerError ENTRY_CONTRACT for a unit of
-        another key than it had.
-        """
-        slot, sized = message.slot, self._sequence.sized(message.slot)
-        grids = [] if sized is None else sized.grids
-        for name, announced in list(self._announced.items()):
-            if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != announced.contract.grid):
-                del self._announced[name]
-                self._waiting.pop(name, None)
-                await self._unpin(name)
-        for number, unit in enumerate(message.units):
-            if unit.HasField("key"):
-                self._know(UnitName(slot, number), unit.key)
-        if not self._sequence.relaid:
-            return
-        # In the device's thread, where units are attached and what a sequence holds is given back.
-        for name in await self._model.run(self._model.engine.detach_moved, self._sequence):
-            if name in self._announced:
-                self._waiting[name] = None
-            elif name.slot != slot or name.unit < len(grids):
-                self._stale.append(name)
+    async def moved(self) -> None:
+        """Something was laid anew. What merely moved is attached again. Raises as `Holdings.detach_moved`."""
+        if self._sequence.relaid:
+            # In the device's thread, where units are attached and what a sequence holds is given back.
+            for name in await self._model.run(self._model.engine.detach_moved, self._sequence):
+                if (sized := self._sequence.sized(name.slot)) is not None and name.unit < len(sized.grids):
+                    self._again(name)
 
-    def _know(self, name: UnitName, key: EntryKey) -> None:
-        try:
-            self._sequence.know(name, key)
-        except ValueError as error:
-            raise ServerError("ENTRY_CONTRACT", str(error), item=self._item_of(name.slot)) from None
+    def lost(self) -> None:
+        """The sequence has lost all it held. Every unit is to be attached again."""
+        self._waiting.clear()
+        for unit in self._sequence.timeline.units:
+            self._again(unit.name)
+
+    def _again(self, name: UnitName) -> None:
+        if self._entries.announced(name):
+            self._waiting[name] = None
+        else:
+            self._stale[name] = None
 
     async def attach(self) -> list[dpb.DecodeResponse]:
-        """Attaches every announced unit that is laid and not attached. Returns what there is to tell of them.
+        """Attaches every unit that can be. Returns what there is to tell of them.
 
         Raises ServerError ENTRY_MISSING for an entry that is not to be had at the second try either.
         """
-        responses = []
-        attached = dpb.DecodeAttached()
-        for name in list(self._waiting):
-            if self._sequence.timeline.find(name) is None:
-                continue
-            if not self._sequence.attached(name) and not await self._model.hold(self._sequence, name):
-                opened = await self._open(*self._announced[name])
-                if isinstance(opened, str):
-                    await self._ask_again(name, opened)
-                    responses.append(_missing(name, opened))
-                    continue
-                await self._model.attach(self._sequence, name, opened)
-            del self._waiting[name]
-            await self._unpin(name)
-            attached.units.append(pb.UnitRef(slot=name.slot, unit=name.unit))
-        for name in self._stale:
+        responses: list[dpb.DecodeResponse] = []
+        attached: list[UnitName] = []
+        while reading := await self._read(responses, attached):
+            works = [partial(self._model.engine.attach, self._sequence, name, payload) for name, payload in reading]
+            if not await self._model.stepping.attach(self._seat, works):
+                break  # it has given way; everything is to be attached again
+            await self._settle([name for name, _ in reading], attached)
+        for name in list(self._stale):
             # The caller was told that it is held, and has nothing made for it.
-            if not self._sequence.attached(name) and not await self._model.hold(self._sequence, name):
-                responses.append(_missing(name, "stale"))
-        self._stale.clear()
-        if attached.units:
-            responses.append(dpb.DecodeResponse(attached=attached))
+            if self._sequence.attached(name) or self._model.hold(self._seat, name):
+                del self._stale[name]
+            elif self._seat.admitted:
+                del self._stale[name]
+                responses.append(await self._entries.ask_again(name, "stale"))
+        if attached:
+            units = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in attached]
+            responses.append(dpb.DecodeResponse(attached=dpb.DecodeAttached(units=units)))
         return responses
 
-    async def close(self, unread: Iterable[pb.Entry]) -> None:
-        """Gives back every pin, those of announcements that nobody read any more too."""
-        pins = set().union(*self._pins.values(), ((entry.key, entry.lease.lease_id) for entry in unread))
-        for key, lease_id in pins:
-            await self._model.store.release(key, lease_id)
+    async def _read(
+        self, responses: list[dpb.DecodeResponse], attached: list[UnitName]
+    ) -> list[tuple[UnitName, Tensor]]:
+        """The payloads of the next units that are laid and not here, as many as a step attaches."""
+        reading: list[tuple[UnitName, Tensor]] = []
+        for name in list(self._waiting):
+            if len(reading) == self._model.scheduler.max_units or not self._seat.admitted:
+                break
+            if self._sequence.timeline.find(name) is None:
+                continue
+            if self._sequence.attached(name) or self._model.hold(self._seat, name):
+                await self._settle([name], attached)
+                continue
+            opened = await self._entries.read(name)
+            if isinstance(opened, str):
+                del self._waiting[name]
+                responses.append(await self._entries.ask_again(name, opened))
+            else:
+                reading.append((name, opened))
+        return reading if self._seat.admitted else []
 
-    def _needed(self, key: EntryKey, grid: tuple[int, int]) -> Contract:
-        engine = self._model.engine
-        return contract_of(
-            engine.half.entry_shape,
-            engine.processor,
-            key=key,
-            identity=self._model.identity_digest,
-            dtype=engine.half.dtype,
-            grid=grid,
-        )
-
-    async def _ask_again(self, name: UnitName, cause: str) -> None:
-        del self._announced[name], self._waiting[name]
-        await self._unpin(name)
-        self._asked[name] = self._asked.get(name, 0) + 1
-        if self._asked[name] > 1:
-            raise ServerError("ENTRY_MISSING", f"an entry was {cause} twice", item=self._item_of(name.slot))
-
-    async def _open(self, contract: Contract, place: Place) -> Tensor | str:
-        """An entry's payload, verified; or the cause why it is not. A doubtful one is forgotten by the store."""
-        sealed = await self._model.store.get(contract.key, place)
-        if sealed is None:
-            return "absent"
-        opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
-        if isinstance(opened, str):
-            await self._model.store.discard(contract.key)
-            return "digest" if opened in ("header", "size", "tag") else "contract"
-        return opened
-
-    async def _unpin(self, name: UnitName) -> None:
-        for key, lease_id in self._pins.pop(name, ()):
-            await self._model.store.release(key, lease_id)
-
-
-def _missing(name: UnitName, cause: str) -> dpb.DecodeResponse:
-    return dpb.DecodeResponse(missing=dpb.DecodeMissing(unit=pb.UnitRef(slot=name.slot, unit=name.unit), cause=cause))
+    async def _settle(self, names: Iterable[UnitName], attached: list[UnitName]) -> None:
+        for name in names:
+            del self._waiting[name]
+            self._entries.attached(name)
+            await self._entries.unpin(name)
+            attached.append(name)

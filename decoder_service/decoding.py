@@ -1,13 +1,13 @@
 """The life of one `Decode` call: messages in, a timeline computed as far as it can be, tokens out.
 
-One coroutine does it all in turn: take what has come, attach what can be attached, compute what is ready, draw what
-may be drawn, wait. So nothing here needs a lock, and leaving it at any point frees everything.
+One coroutine does it all in turn: tell what was drawn, take what has come, let be computed what is ready, wait. What it
+changes it changes while nothing is computed of it (`Stepping.apart`). So nothing here needs a lock, and leaving it at
+any point frees everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from functools import partial
@@ -17,17 +17,19 @@ from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.timeline import UnitName
 from decoder_service import convert
 from decoder_service.ahead import ahead, ended
-from decoder_service.answer import Answer
-from decoder_service.attaching import Attaching
+from decoder_service.branch import Branch
+from decoder_service.entries import Entries
 from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
 from decoder_service.model import DecoderModel
-from decoder_service.sequence import Drop
+from decoder_service.options import read_options
+from decoder_service.sequence import DecodeSequence, Drop
 
 UNREAD = 64
-"""Responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then waits for a
-socket, so those who run together stay together, and a slow reader holds up nobody but itself."""
+"""Tokens and responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then
+waits for a socket, so those who run together stay together, and a slow reader holds up nobody but itself."""
 
 Inbox: TypeAlias = deque[dpb.DecodeRequest | Exception | None]
 """Messages in the order in which they came, and at the end None or what broke."""
@@ -39,62 +41,113 @@ class Decoding:
     def __init__(self, model: DecoderModel, opened: dpb.DecodeOpen) -> None:
         self._model = model
         self._open = opened
+        self._options = read_options(opened.sampling, opened.seed, model.vocabulary)
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
+        self._inbox: Inbox = deque()
+        self._arrived = asyncio.Event()
+        self._entries = Entries(model, root=opened.tenant_root, item_of=self._items.get)
         self._sequence = model.sequence(opened.tenant_root)
-        self._answer = Answer(model, opened, self._sequence)
-        self._entries = Attaching(model, self._sequence, root=opened.tenant_root, item_of=self._items.get)
+        self._branches = [self._branch(self._sequence)]
         self._prompt = convert.ReadPrompt([], {})
         self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
         self._event = 0  # the last one that came
+        self._room = 0  # tokens that each sequence may draw, once it is known
         self._closed = False
         self._ended = False  # the caller's side
         self._admitted = False
-        self._changed = False  # something came that may have made a unit attachable
+
+    def _branch(self, sequence: DecodeSequence, number: int = 0) -> Branch:
+        return Branch(
+            self._model,
+            self._open,
+            self._options,
+            sequence,
+            self._entries,
+            wake=self._arrived.set,
+            ahead=UNREAD // 2,
+            number=number,
+        )
 
     def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
         """What the caller is told, in order, ahead of it by at most `UNREAD` responses. Leaving it frees everything.
 
         Raises InvalidRequest, Overloaded and ServerError, as the reasons of `chiasm.errors` have it.
         """
-        return ahead(self._run(requests), items=UNREAD)
+        return ahead(self._run(requests), items=UNREAD // 2)
 
     async def _run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
-        await self._read_prompt()
-        inbox: Inbox = deque()
-        arrived = asyncio.Event()
-        reader = asyncio.create_task(_read(requests, inbox, arrived))
+        reader: asyncio.Task[None] | None = None
         try:
+            await self._read_prompt()
+            reader = asyncio.create_task(_read(requests, self._inbox, self._arrived))
             while True:
+                self._arrived.clear()  # before anything is looked at: what comes while a caller reads is not missed
                 # What was drawn is told before anything that came meanwhile is answered: the timeline has that order.
-                for response in self._answer.responses():
+                for response in self._tell():
                     yield response
-                if self._answer.finished:
+                if self._finished:
                     return
-                arrived.clear()
-                if inbox:
-                    for response in await self._take(inbox.popleft()):
+                if self._inbox:
+                    for response in await self._take_all():
                         yield response
                     continue
                 if self._estimate and self._all_sized():
                     yield await self._told_estimate()
                     return
-                if not self._admitted and self._all_sized():
-                    yield await self._admit()
-                if self._admitted and self._changed:
-                    self._changed = False
-                    for response in await self._entries.attach():
+                if not self._room and self._all_sized():
+                    await self._enter()
+                if not self._admitted and self._first.seat.admitted:
+                    self._admitted = True
+                    yield self._told_admitted()
+                if len(self._branches) < self._options.n and self._first.answer.begun:
+                    await self._fork()
+                for branch in self._branches:
+                    for response in await branch.advance():
                         yield response
-                if not (self._admitted and await self._compute()):
-                    if self._ended and not inbox:
-                        raise InvalidRequest("UPLOAD_PROTOCOL", "the caller ended before every unit was handed over")
-                    await arrived.wait()  # nothing to do until something comes
+                if self._ended and not self._inbox and self._stuck():
+                    raise _protocol("the caller ended before every unit was handed over")
+                await self._arrived.wait()  # nothing to do until something comes
         finally:
-            giving_back = asyncio.create_task(self._give_back(reader, inbox))
+            giving_back = asyncio.create_task(self._give_back(reader))
             await ended(giving_back)
             giving_back.result()
+
+    @property
+    def _first(self) -> Branch:
+        """The sequence that the caller's messages are about."""
+        return self._branches[0]
+
+    @property
+    def _finished(self) -> bool:
+        """All sequences have ended, those that have not begun yet too."""
+        return len(self._branches) >= self._options.n and all(one.answer.finished for one in self._branches)
+
+    def _tell(self) -> list[dpb.DecodeResponse]:
+        """What was drawn, and at the very end what was used."""
+        told = []
+        for branch in self._branches:
+            for response in branch.tell():
+                if response.HasField("finished") and self._finished:
+                    response.finished.usage.CopyFrom(self._first.answer.used())
+                    response.finished.usage.output_tokens = sum(one.answer.told for one in self._branches)
+                    response.finished.times.CopyFrom(self._first.answer.times())
+                told.append(response)
+        return told
+
+    async def _fork(self) -> None:
+        """Begins the other sequences, once there is a first token: the pages of their prompt are there."""
+        async with self._model.stepping.apart(self._first.seat):
+            self._model.share(self._sequence)
+        self._first.changed = True
+        for number in range(1, self._options.n):
+            branch = self._branch(self._sequence.fork(), number)
+            self._branches.append(branch)
+            branch.units.lost()
+            branch.answer.close()
+            branch.enter(self._room)
 
     async def _read_prompt(self) -> None:
         """Reads and lays the prompt, in threads: it may take seconds, and everybody else's stream would stand still."""
@@ -106,17 +159,35 @@ class Decoding:
             check_text(self._prompt.pieces, model.context_limit)
             await asyncio.to_thread(self._sequence.extend, self._prompt.pieces)
 
-    async def _give_back(self, reader: asyncio.Task[None], inbox: Inbox) -> None:
+    async def _give_back(self, reader: asyncio.Task[None] | None) -> None:
         """Frees everything the timeline holds, the pins of entries that nobody read any more too."""
-        reader.cancel()
+        if reader is not None:
+            reader.cancel()
         try:
-            await self._model.release(self._sequence)
+            for branch in self._branches:
+                await branch.release()
         finally:
-            await asyncio.wait([reader])
-            messages = [message for message in inbox if isinstance(message, dpb.DecodeRequest)]
+            if reader is not None:
+                await asyncio.wait([reader])
+            messages = [message for message in self._inbox if isinstance(message, dpb.DecodeRequest)]
             await self._entries.close(message.ready.entry for message in messages if message.HasField("ready"))
 
+    def _stuck(self) -> bool:
+        """Nothing goes on without the caller."""
+        return not any(branch.waits or not (branch.still or branch.answer.finished) for branch in self._branches)
+
     # -- what comes in ---------------------------------------------------------------------------------------------
+
+    async def _take_all(self) -> list[dpb.DecodeResponse]:
+        """What has come, taken while nothing is computed of the timeline."""
+        responses: list[dpb.DecodeResponse] = []
+        if not self._inbox:
+            return responses
+        async with self._model.stepping.apart(self._first.seat):
+            responses += self._tell()
+            while self._inbox and not self._first.answer.finished:
+                responses += await self._take(self._inbox.popleft())
+        return responses
 
     async def _take(self, message: dpb.DecodeRequest | Exception | None) -> list[dpb.DecodeResponse]:
         if isinstance(message, Exception):
@@ -126,19 +197,22 @@ class Decoding:
                 raise _protocol("the caller ended before the timeline was closed")
             self._ended = True
             return []
-        self._changed = True
+        self._first.changed = True
         which = message.WhichOneof("message")
         if which == "sized":
             await self._size(message.sized)
         elif which == "ready" and not self._estimate:
-            self._entries.announce(message.ready)
+            name = self._entries.announce(message.ready, self._sequence)
+            for branch in self._branches:
+                branch.units.announced(name)
+                branch.changed = True
         elif which == "append" and self._live and not self._closed:
             await self._append(message.append)
         elif which == "drop" and self._live and not self._closed:
             self._lay_event(message.drop.event, Drop(message.drop.first_visible))
         elif which == "close" and not self._closed:
             self._closed = True
-            self._answer.close()
+            self._first.answer.close()
         else:
             raise _protocol(f"{which or 'an empty message'} is not expected here")
         return self._laid()
@@ -155,23 +229,22 @@ class Decoding:
             raise error.at(self._items[sized.slot]) from None
         except ValueError as error:
             raise _protocol(str(error)) from None
-        await self._entries.resized(sized)
+        self._first.units.unfit(await self._entries.resized(sized.slot, slot.grids))
+        for number, unit in enumerate(sized.units):
+            if unit.HasField("key"):
+                self._entries.know(self._sequence, UnitName(sized.slot, number), unit.key)
+        await self._first.units.moved()
         await self._check_room()
 
     async def _check_room(self) -> None:
-        """Once admitted a timeline stays within what was reserved for it; only a live one may reserve more."""
+        """Once admitted a timeline stays within what it was promised; only a live one may be promised more."""
         timeline, model = self._sequence.timeline, self._model
         if not self._admitted:
             return
-        used = max(timeline.counter, len(timeline)) + (1 if self._live else self._answer.room)
+        used = max(timeline.counter, len(timeline)) + (1 if self._live else self._room)
         if used > model.context_limit:
             raise context_exceeded(f"the timeline needs {used} positions", needed=used, limit=model.context_limit)
-        await model.keep_within(
-            self._sequence,
-            text=len(timeline) + (0 if self._live else self._answer.room),
-            visual=timeline.vision_tokens,
-            grow=self._live,
-        )
+        await model.keep_within(self._first.seat, grow=self._live)
 
     async def _append(self, append: dpb.DecodeAppend) -> None:
         if append.HasField("at_index"):
@@ -193,7 +266,7 @@ class Decoding:
             self._lay_event(append.event, Slot(append.slot))
         else:
             raise InvalidRequest("PLACEHOLDER_MISMATCH", "what is appended names no turn and no slot of its own")
-        self._answer.heard()
+        self._first.answer.heard()
         await self._check_room()
 
     def _lay_event(self, event: int, piece: Piece | Drop) -> None:
@@ -218,26 +291,28 @@ class Decoding:
     def _all_sized(self) -> bool:
         return all(self._sequence.sized(slot.slot) is not None for slot in self._open.slots)
 
-    async def _admit(self) -> dpb.DecodeResponse:
-        """Waits for room in both pools for all of the prompt and the longest answer; refuses what can never fit."""
-        model, timeline = self._model, self._sequence.timeline
-        needs = Needs(len(timeline), timeline.counter, timeline.vision_tokens)
-        asked = self._answer.asked
+    async def _enter(self) -> None:
+        """Lets the timeline wait for room in both pools; refuses what can never fit, with the longest answer."""
+        model, needs = self._model, self._needs()
+        asked = self._options.max_tokens
         if needs.context + (asked or 1) > model.context_limit:
             raise await asyncio.to_thread(self._parts().too_long, model.limits, asked)
-        # What no pool can ever hold is refused by `reserve`, which knows the numbers.
-        room = model.limits.room(needs, asked) or asked or 1
-        began = time.monotonic()
-        text = model.context_limit if self._live else needs.rows + room
-        await model.reserve(self._sequence, text=text, visual=needs.visual)
-        self._answer.admit(room, queued=time.monotonic() - began)
-        self._admitted = True
+        # What no pool can ever hold is refused by the model, which knows the numbers.
+        self._room = model.limits.room(needs, asked) or asked or 1
+        model.check_fits(text=needs.rows + (1 if self._live else self._room), visual=needs.visual)
+        self._first.enter(self._room)
+
+    def _needs(self) -> Needs:
+        timeline = self._sequence.timeline
+        return Needs(len(timeline), timeline.counter, timeline.vision_tokens)
+
+    def _told_admitted(self) -> dpb.DecodeResponse:
         held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in self._sequence.attached_units()]
-        return _admitted(needs, room, model.context_limit, held=held)
+        return _admitted(self._needs(), self._room, self._model.context_limit, held=held)
 
     async def _told_estimate(self) -> dpb.DecodeResponse:
         """What the prompt needs, how much room it leaves, and what would make it fit if it leaves none."""
-        parts, limits, asked = self._parts(), self._model.limits, self._answer.asked
+        parts, limits, asked = self._parts(), self._model.limits, self._options.max_tokens
         needs = await asyncio.to_thread(parts.needs)
         room = limits.room(needs, asked)
         fits_with = "" if room else await asyncio.to_thread(parts.fits_with, limits, asked)
@@ -252,28 +327,6 @@ class Decoding:
             thinned = slot.kind == pb.MEDIA_KIND_VIDEO and slot.slot not in self._prompt.written
             media[slot.slot] = Medium(sized, partial(self._model.prompt.medium, "video") if thinned else None)
         return PromptParts(self._prompt.pieces, media, self._model.engine.processor.unit_layout)
-
-    async def _compute(self) -> bool:
-        """Takes part in one step, if any row can be computed or token drawn. The last row laid waits until it is known
-        to be last."""
-        sequence = self._sequence
-        await self._model.share(sequence)
-        laid = len(sequence.timeline)
-        drawing = self._answer.may_draw and sequence.laid_whole and sequence.ready_rows == laid
-        ready = min(sequence.ready_rows, laid if drawing else laid - 1)
-        rows = ready - sequence.computed
-        if rows <= 0:
-            return False
-        try:
-            token = await self._model.scheduler.step(sequence, rows, self._answer.draw if drawing else None)
-        except Exception:
-            self._model.forget(sequence)
-            raise
-        if token is not None:
-            self._answer.add(token)
-        if self._answer.finished:
-            await self._model.share(sequence)  # what the last step computed, for requests to come
-        return True
 
 
 def _admitted(

@@ -1,8 +1,10 @@
 """Who holds what of both pools: pages and units that sequences share, what is promised to whom, what may be evicted.
 
 At any time `held + promised <= total` in both pools, where what several hold counts once and what nobody holds counts
-nothing: it is a cache, and whoever was promised room may evict it. A promise shrinks by all that a sequence comes to
-hold, so whoever finds what it needs leaves its room to others. All of it is counting: this module has seen no tensor.
+nothing: it is a cache, and whoever needs room may evict it. A sequence is promised what its timeline needs as it is
+laid; what it grows to beyond that it takes of what is free, and nobody's promise. A promise shrinks by all that a
+sequence comes to hold, so whoever finds what it needs leaves its room to others. All of it is counting: this module has
+seen no tensor.
 
 Sequences are changed by one thread at a time; the accounts may be asked from any.
 """
@@ -12,20 +14,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Run
 from chiasm.errors import Overloaded
 from chiasm.timeline import UnitName
+from decoder_service.room import Room
 from decoder_service.sequence import DecodeSequence, Extent, SharedPage, UnitPlace
 from decoder_service.sharing import Shared
-
-
-class Room(NamedTuple):
-    """Of both pools: pages of text tokens, and visual tokens."""
-
-    pages: int
-    visual: int
 
 
 class Holdings:
@@ -41,6 +36,8 @@ class Holdings:
         self._prefixes: Shared[bytes, int] = Shared(lambda page: pages.release([page]))
         self._units: Shared[UnitPlace, tuple[Run, ...]] = Shared(extents.give_back)
         self._promised: dict[DecodeSequence, Room] = {}  # what each may come to hold, all together
+        self._left: dict[DecodeSequence, tuple[int, int]] = {}  # and what it does not hold yet of that
+        self._due_pages = self._due_visual = 0  # the sums of those
         self._filling = 0  # slots that are written just now; they are still part of a promise
         self._lock = threading.RLock()
 
@@ -69,34 +66,48 @@ class Holdings:
     @property
     def promised(self) -> Room:
         """What sequences may still come to hold."""
-        with self._lock:
-            left = [self._left(sequence, room) for sequence, room in self._promised.items()]
-            return Room(sum(room.pages for room in left), sum(room.visual for room in left))
+        return Room(self._due_pages, self._due_visual)
 
     @property
     def free(self) -> Room:
         """What may be promised. Less than nothing where units that were shared had to be laid elsewhere."""
         with self._lock:
-            held, promised = self.held, self.promised
             return Room(
-                self.pages.total - held.pages - promised.pages, self.extents.total - held.visual - promised.visual
+                self._free_pages, self.extents.free + self._units.unheld_size + self._filling - self._due_visual
             )
 
-    @staticmethod
-    def _left(sequence: DecodeSequence, room: Room) -> Room:
-        return Room(max(room.pages - len(sequence.pages), 0), max(room.visual - sequence.attached_tokens, 0))
+    @property
+    def _free_pages(self) -> int:
+        return self.pages.free + self._prefixes.unheld_size - self._due_pages
+
+    def _settle(self, sequence: DecodeSequence) -> None:
+        """Counts anew what a sequence may still come to hold. Called whenever its promise or its holdings change."""
+        room = self._promised.get(sequence)
+        pages, visual = self._left.pop(sequence, (0, 0))
+        self._due_pages -= pages
+        self._due_visual -= visual
+        if room is not None:
+            pages, visual = max(room.pages - len(sequence.pages), 0), max(room.visual - sequence.attached_tokens, 0)
+            self._left[sequence] = pages, visual
+            self._due_pages += pages
+            self._due_visual += visual
 
     # -- promises ------------------------------------------------------------------------------------------------------
 
-    def admit(self, sequence: DecodeSequence, need: Room) -> bool:
-        """Promises room for a whole timeline, and gives it what is here already. False, and nothing is changed, if
-        there is no room: what others hold costs nothing, what nobody holds costs what it takes."""
+    def admit(self, sequence: DecodeSequence, need: Room, *, spare: int = 0) -> bool:
+        """Promises room for a timeline, and gives it what is here already. False, and nothing is changed, if there is
+        no room: what others hold costs nothing, what nobody holds costs what it takes.
+
+        Args:
+            spare: pages that must be free beyond that, for others to grow into.
+        """
         with self._lock:
             free = self.free
             missing = Room(need.pages - self._held_pages(sequence), need.visual - self._held_visual(sequence))
-            if missing.pages > free.pages or missing.visual > free.visual:
+            if missing.pages + spare > free.pages or missing.visual > free.visual:
                 return False
             self._promised[sequence] = need
+            self._settle(sequence)
             for name in sequence.known_units():
                 self.hold_unit(sequence, name)
             self.share(sequence)
@@ -117,6 +128,7 @@ class Holdings:
             if visual - before > max(free, 0):
                 raise _full(f"{visual - before} more visual tokens", visual - before, max(free, 0), retry_after=1.0)
             self._promised[sequence] = Room(pages, max(visual, before))
+            self._settle(sequence)
 
     def _held_visual(self, sequence: DecodeSequence) -> int:
         """Visual tokens of its units that others hold."""
@@ -148,6 +160,7 @@ class Holdings:
             if place is None or lent is None:
                 return False
             sequence.attach(name, Extent(lent.value, place.start, self._units.hold(lent)))
+            self._settle(sequence)
             return True
 
     @contextmanager
@@ -182,6 +195,7 @@ class Holdings:
         if place is not None and self._units.find(place) is None:
             extent = extent._replace(lent=self._units.add(place, runs, extent.tokens))
         sequence.attach(name, extent)
+        self._settle(sequence)
 
     def detach_moved(self, sequence: DecodeSequence) -> list[UnitName]:
         """Takes back what a sequence holds and has no place for since it was laid anew. Returns its units among that,
@@ -198,6 +212,7 @@ class Holdings:
             if kept < len(sequence.shared):
                 sequence.computed = kept * self.pages.page_size
                 self._release_pages(sequence, kept)
+            self._settle(sequence)
             free = self.free
             if min(free) < 0:
                 raise _full("more pages and visual tokens than were shared", -min(free), 0)
@@ -212,24 +227,36 @@ class Holdings:
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     def grow(self, rows: Iterable[tuple[DecodeSequence, int]]) -> None:
-        """Gives sequences pages for so many rows more. All or none: raises Overloaded KV_POOL_FULL if sequences hold
-        the rest."""
+        """Gives sequences pages for so many rows more, out of what they were promised and of what is free. All or none:
+        raises Overloaded KV_POOL_FULL if the rest is held by sequences or promised to others."""
+        size = self.pages.page_size
+        wanted = [
+            (sequence, missing)
+            for sequence, more in rows
+            if (missing := -(-(sequence.computed + more) // size) - len(sequence.pages)) > 0
+        ]
+        if not wanted:
+            return
         with self._lock:
-            wanted = [(sequence.pages, sequence.computed + more) for sequence, more in rows]
-            missing = sum(max(-(-count // self.pages.page_size) - len(pages), 0) for pages, count in wanted)
-            available = self.pages.free + self._prefixes.unheld_size
-            if missing > available:
-                raise _full(f"{missing} pages of {self.pages.page_size} text tokens", missing, available)
-            while self.pages.free < missing:
+            beyond = sum(max(missing - self._left.get(sequence, (0, 0))[0], 0) for sequence, missing in wanted)
+            if beyond > self._free_pages:
+                raise _full(f"{beyond} pages of {size} text tokens", beyond, max(self._free_pages, 0))
+            total = sum(missing for _, missing in wanted)
+            while self.pages.free < total:
                 self._prefixes.evict()
-            for pages, count in wanted:
-                self.pages.grow(pages, count)
+            for sequence, missing in wanted:
+                self.pages.grow(sequence.pages, (len(sequence.pages) + missing) * size)
+                self._settle(sequence)
 
-    def share(self, sequence: DecodeSequence) -> bool:
+    def slack(self, sequence: DecodeSequence) -> int:
+        """Rows that its pages hold beyond those that are computed."""
+        return len(sequence.pages) * self.pages.page_size - sequence.computed
+
+    def share(self, sequence: DecodeSequence) -> int:
         """Lets others find the full pages of a sequence, and gives it the next ones that others have computed. The
         last row laid is always left to compute: a token may be drawn from it.
 
-        Returns whether it was spared any row.
+        Returns how many rows it was spared.
         """
         spared = sequence.spared
         with self._lock:
@@ -250,7 +277,8 @@ class Holdings:
                 sequence.shared.append(SharedPage(lent, rest))
                 sequence.computed += rest
                 sequence.spared += rest
-        return sequence.spared != spared
+            self._settle(sequence)
+        return sequence.spared - spared
 
     def _findable(self, sequence: DecodeSequence) -> int:
         """Pages that a sequence may be given instead of computing them."""
@@ -275,6 +303,7 @@ class Holdings:
             for extent in sequence.detach_all():
                 self._release_extent(extent)
             sequence.computed = 0
+            self._settle(sequence)
 
     def forget(self, sequence: DecodeSequence) -> None:
         """Lets nobody find any more what a sequence holds: something went wrong over it."""

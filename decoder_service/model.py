@@ -1,29 +1,30 @@
-"""What all timelines of a decoder share: the engine and its thread, the scheduler, tokenizer and template, the store,
-the reservations."""
+"""What all timelines of a decoder share: the engine and its thread, the scheduler, tokenizer, template, store."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from chiasm.cache.store import EntryStore
-from chiasm.errors import InvalidRequest, ServerError
+from chiasm.errors import InvalidRequest, Overloaded, ServerError
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
 from chiasm.timeline import UnitName
+from decoder_service.drawer import Drawer
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
-from decoder_service.holdings import Room
 from decoder_service.prefix import domain_of
+from decoder_service.room import Room
 from decoder_service.sampler import Draw, draw_rows
-from decoder_service.scheduler import Outcome, Scheduler, Share
+from decoder_service.scheduler import Scheduler
+from decoder_service.seats import Outcome, Plan, Seat
 from decoder_service.sequence import DecodeSequence
+from decoder_service.stepping import Result, Stepping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,8 +32,19 @@ R = TypeVar("R")
 MAX_ROWS = 512
 """Rows of one step, where nothing else is said."""
 
+MAX_UNITS = 64
+"""Units attached in one step, where nothing else is said."""
+
 LARGE_TEXT = 1 << 16
 """Bytes from which tokenising takes long enough to be waited for."""
+
+
+class _Asked(NamedTuple):
+    """Of one sequence in a step. A token is drawn from its last row if it has a drawer."""
+
+    seat: Seat[DecodeSequence]
+    rows: int
+    drawer: Drawer | None
 
 
 class DecoderModel:
@@ -41,10 +53,11 @@ class DecoderModel:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
-        max_rows: of one step, over all sequences.
+        max_rows, max_units, max_running: as `Scheduler` has them.
 
     Attributes:
-        scheduler: who runs next. It draws in the device's thread, because a vocabulary is large.
+        scheduler: who runs next, and who has room.
+        stepping: the loop that computes it. Tokens are drawn in the device's thread, because a vocabulary is large.
     """
 
     def __init__(
@@ -56,6 +69,8 @@ class DecoderModel:
         store: EntryStore,
         workers_secret: bytes,
         max_rows: int = MAX_ROWS,
+        max_units: int = MAX_UNITS,
+        max_running: int | None = None,
     ) -> None:
         self.engine = engine
         self.prompt = prompt
@@ -71,21 +86,24 @@ class DecoderModel:
         self.text_capacity = engine.pages.total * engine.pages.page_size
         self.limits = Limits(self.context_limit, self.text_capacity, engine.extents.total)
         self.silence_id = prompt.silence_id
-        self.scheduler: Scheduler[DecodeSequence, Draw] = Scheduler(self._step, max_rows=max_rows)
+        self.scheduler: Scheduler[DecodeSequence] = Scheduler(
+            engine.holdings, max_rows=max_rows, max_units=max_units, max_running=max_running
+        )
+        self.stepping: Stepping[DecodeSequence] = Stepping(self.scheduler, self._step)
+        self._drawers: dict[DecodeSequence, Drawer] = {}
+        self._closed = False
         self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._turns: deque[object] = deque()  # who waits for room, in order
-        self._freed = asyncio.Condition()
 
     @property
     def running(self) -> int:
-        """Timelines that have room reserved."""
-        return self.engine.holdings.sequences
+        """Timelines that have room."""
+        return self.scheduler.running
 
     @property
     def waiting(self) -> int:
         """Timelines that wait for room."""
-        return len(self._turns)
+        return self.scheduler.waiting
 
     def sequence(self, root: bytes) -> DecodeSequence:
         """A new, empty sequence of a tenant, who shares with nobody else."""
@@ -104,28 +122,47 @@ class DecoderModel:
         pool = self._large_texts if size > LARGE_TEXT else None
         return await asyncio.get_running_loop().run_in_executor(pool, lambda: function(*args, **kwargs))
 
-    async def _step(self, shares: Sequence[Share[DecodeSequence, Draw]]) -> Sequence[Outcome]:
-        return await self.run(self._compute, shares)
+    async def _step(self, plan: Plan[DecodeSequence]) -> Result:
+        return await self.run(self._compute, plan)
 
-    def _compute(self, shares: Sequence[Share[DecodeSequence, Draw]]) -> list[Outcome]:
-        works = [Work(share.sequence, share.rows, "last" if share.draw else "none") for share in shares]
-        logits = self.engine.step(works)
-        drawing = [(logits_rv[-1], share.draw) for share, logits_rv in zip(shares, logits, strict=True) if share.draw]
-        drawn = iter(_drawn([row for row, _ in drawing], [draw for _, draw in drawing]))
-        return [next(drawn) if share.draw else None for share in shares]
+    def _compute(self, plan: Plan[DecodeSequence]) -> Result:
+        """In the device's thread. A fault of one is its own, whoever it runs with."""
+        units = [_error_of(unit.work) for unit in plan.units]
+        asked = [_Asked(seat, 1, self._drawers[seat.sequence]) for seat in plan.singles]
+        asked += [
+            _Asked(seat, rows, self._drawers[seat.sequence] if draws else None) for seat, rows, draws in plan.shares
+        ]
+        outcomes = self._computed(asked)
+        failed = any(isinstance(outcome, Exception) for outcome in outcomes)
+        if failed:
+            for one, outcome in zip(asked, outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    self.engine.holdings.forget(one.seat.sequence)  # nobody shares what led to that
+        return Result(units, outcomes, failed)
 
-    async def reserve(self, sequence: DecodeSequence, *, text: int, visual: int) -> None:
-        """Waits, first come first served, until both pools have room for a whole timeline, and promises it. What
-        others hold already and this one can share takes no room.
+    def _computed(self, asked: Sequence[_Asked]) -> list[Outcome]:
+        if not asked:
+            return []
+        try:
+            logits = self.engine.step([Work(a.seat.sequence, a.rows, "last" if a.drawer else "none") for a in asked])
+        except Exception as error:
+            if len(asked) == 1:
+                return [error]
+            return [outcome for one in asked for outcome in self._computed([one])]
+        drawing = [(row[-1], one.drawer) for one, row in zip(asked, logits, strict=True) if one.drawer is not None]
+        drawn = iter(_drawn([row for row, _ in drawing], [drawer.next() for _, drawer in drawing]))
+        outcomes: list[Outcome] = []
+        for one in asked:
+            outcome = next(drawn) if one.drawer is not None else None
+            if one.drawer is not None and isinstance(outcome, int):
+                one.drawer.drew(outcome)
+            outcomes.append(outcome)
+        return outcomes
 
-        A timeline that is promised all it may need before it begins can neither starve nor deadlock another.
-
-        Raises InvalidRequest NEVER_FITS for a timeline larger than a pool.
-        """
-        size = self.engine.pages.page_size
-        need = Room(-(-text // size), visual)
+    def check_fits(self, *, text: int, visual: int) -> None:
+        """Raises InvalidRequest NEVER_FITS for a timeline larger than a pool."""
         for what, needed, capacity in (
-            ("text tokens", need.pages * size, self.text_capacity),
+            ("text tokens", text, self.text_capacity),
             ("visual tokens", visual, self.engine.extents.total),
         ):
             if needed > capacity:
@@ -134,78 +171,112 @@ class DecoderModel:
                     f"{needed} {what} are needed, the pool holds {capacity}",
                     facts={"needed": needed, "capacity": capacity},
                 )
-        turn = object()
-        self._turns.append(turn)
-        try:
-            async with self._freed:
-                await self._freed.wait_for(
-                    lambda: self._turns[0] is turn and self.engine.holdings.admit(sequence, need)
-                )
-        finally:
-            self._turns.remove(turn)
-            await self._wake()
 
-    async def keep_within(self, sequence: DecodeSequence, *, text: int, visual: int, grow: bool) -> None:
-        """Holds a timeline that was laid anew or has grown against its reservation.
+    def seat(
+        self,
+        sequence: DecodeSequence,
+        drawer: Drawer,
+        *,
+        wake: Callable[[], None],
+        tenant: bytes,
+        priority: int,
+        stops: frozenset[int],
+    ) -> Seat[DecodeSequence]:
+        """A place among those who are computed. It ends with `release`."""
+        self._drawers[sequence] = drawer
+        return self.scheduler.seat(sequence, wake=wake, tenant=tenant, priority=priority, stops=stops)
+
+    def enter(self, seat: Seat[DecodeSequence]) -> None:
+        """Lets a timeline wait for the room it takes as it is laid, and for the next token. What others hold already
+        and this one can share takes none."""
+        timeline = seat.sequence.timeline
+        self.scheduler.enter(seat, Room(self._pages(len(timeline) + 1), timeline.vision_tokens))
+        self.stepping.poke()
+
+    def want(self, seat: Seat[DecodeSequence], rows: int, *, draws: bool, allowed: int) -> None:
+        """`Scheduler.want`, soon."""
+        self.scheduler.want(seat, rows, draws=draws, allowed=allowed)
+        self.stepping.poke()
+
+    def _pages(self, rows: int) -> int:
+        return -(-rows // self.engine.pages.page_size)
+
+    async def keep_within(self, seat: Seat[DecodeSequence], *, grow: bool) -> None:
+        """Holds a timeline that has room, and was laid anew or has grown, against what it was promised.
 
         Args:
-            grow: more visual tokens may be reserved if they are free. It does not wait for them: two timelines that
-                wait for each other's room would wait for ever.
+            grow: more visual tokens may be promised: if need be those of sequences that have come later or are of lower
+                priority, but nobody waits for them, for two timelines that wait for each other's would wait for ever.
 
-        Raises Overloaded KV_POOL_FULL if they are not free, ServerError FEATURE_COUNT_MISMATCH for a timeline that
+        Raises Overloaded KV_POOL_FULL if they are not to be had, ServerError FEATURE_COUNT_MISMATCH for a timeline that
         must not grow and has.
         """
-        promised = self.engine.holdings.promise(sequence)
-        need = Room(-(-text // self.engine.pages.page_size), visual)
-        if need.pages > promised.pages or (need.visual > promised.visual and not grow):
-            raise ServerError(
-                "FEATURE_COUNT_MISMATCH",
-                f"{need.visual} visual tokens, {need.pages} pages are laid; "
-                f"admitted: {promised.visual}, {promised.pages}",
-                facts={"got": need.visual, "needed": promised.visual},
-            )
-        self.engine.holdings.keep_within(sequence, visual)
+        holdings, timeline = self.engine.holdings, seat.sequence.timeline
+        while seat.admitted:
+            promised = holdings.promise(seat.sequence)
+            need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
+            if not grow and (need.pages > promised.pages or need.visual > promised.visual):
+                raise ServerError(
+                    "FEATURE_COUNT_MISMATCH",
+                    f"{need.visual} visual tokens, {need.pages} pages are laid; "
+                    f"admitted: {promised.visual}, {promised.pages}",
+                    facts={"got": need.visual, "needed": promised.visual},
+                )
+            try:
+                holdings.keep_within(seat.sequence, need.visual)
+            except Overloaded:
+                if not await self.stepping.make_way(seat):
+                    raise
+            else:
+                return
 
-    async def hold(self, sequence: DecodeSequence, name: UnitName) -> bool:
-        """Gives a sequence a unit that is here at its place. False if it is not."""
-        held = self.engine.holdings.hold_unit(sequence, name)
+    def hold(self, seat: Seat[DecodeSequence], name: UnitName) -> bool:
+        """Gives a sequence that has room a unit that is here at its place. False if it is not."""
+        held = seat.admitted and self.engine.holdings.hold_unit(seat.sequence, name)
         if held:
-            await self._wake()  # what it shares it leaves to others
+            self.freed()  # what it shares it leaves to others
         return held
 
-    async def attach(self, sequence: DecodeSequence, name: UnitName, payload: Tensor) -> None:
-        """`DecoderEngine.attach`, in the device's thread."""
-        await self.run(self.engine.attach, sequence, name, payload)
-        await self._wake()  # who waits for room may wait for that unit
+    def share(self, sequence: DecodeSequence) -> None:
+        """Lets others find the rows that a sequence has computed. Not while it is in a step."""
+        self.engine.holdings.share(sequence)
 
-    async def share(self, sequence: DecodeSequence) -> None:
-        """Lets others find the rows that a sequence has computed, and gives it the next ones that others have."""
-        if self.engine.holdings.share(sequence):
-            await self._wake()
-
-    def forget(self, sequence: DecodeSequence) -> None:
-        """Lets nobody share any more what a sequence holds: its logits were not what they should be."""
-        self.engine.holdings.forget(sequence)
+    def freed(self) -> None:
+        """Whoever waits for room may have it now."""
+        if self.scheduler.waiting:
+            self.scheduler.freed()
+            self.stepping.poke()
 
     def flush(self) -> None:
         """Forgets what is kept for requests to come. What running ones hold is freed when they end."""
         self.engine.holdings.flush()
 
-    async def release(self, sequence: DecodeSequence) -> None:
-        """Gives back everything a timeline holds or has reserved, after the step that is running."""
-        self.scheduler.leave(sequence)
-        await self.run(self.engine.release, sequence)
-        await self._wake()
+    async def release(self, seat: Seat[DecodeSequence]) -> None:
+        """Gives back everything a timeline holds, after the step that is running. Others find what it has computed."""
+        self.scheduler.leave(seat)
+        await self.run(self._release, seat.sequence, share=seat.error is None)
+        self._drawers.pop(seat.sequence, None)
+        if not self._closed:
+            self.freed()
 
-    async def _wake(self) -> None:
-        if self._turns:
-            async with self._freed:
-                self._freed.notify_all()
+    def _release(self, sequence: DecodeSequence, *, share: bool) -> None:
+        if share:
+            self.engine.holdings.share(sequence)
+        self.engine.release(sequence)
 
     async def close(self) -> None:
-        await self.scheduler.close()
+        self._closed = True
+        await self.stepping.close()
         await asyncio.to_thread(self._device.shutdown)
         await asyncio.to_thread(self._large_texts.shutdown, cancel_futures=True)
+
+
+def _error_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
 
 
 def _drawn(logits: Sequence[Tensor], draws: Sequence[Draw]) -> list[Outcome]:

@@ -14,6 +14,9 @@ from decoder_service.penalties import Bias, Penalties
 from decoder_service.sampler import MOST_LOGPROBS, Drawing
 from decoder_service.truncation import Truncation
 
+MOST_SEQUENCES = 16
+"""Answers to one prompt."""
+
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 100, "0 to 100"),
     "top_p": (math.ulp(0.0), 1, "more than 0, at most 1"),
@@ -22,6 +25,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2, 2, "-2 to 2"),
     "frequency_penalty": (-2, 2, "-2 to 2"),
     "max_tokens": (1, 2**31 - 1, "1 to 2147483647"),
+    "n": (1, MOST_SEQUENCES, f"1 to {MOST_SEQUENCES}"),
     "logprobs": (0, MOST_LOGPROBS, f"0 to {MOST_LOGPROBS}"),
 }
 MOST_STOPS = 16
@@ -34,6 +38,7 @@ class Options:
     """How an answer is drawn and where it ends.
 
     Attributes:
+        n: answers to the prompt.
         max_tokens: None means up to the end of the context.
         min_tokens: it does not end by itself before this many.
         stop: strings that end it and are no part of it.
@@ -42,6 +47,7 @@ class Options:
     """
 
     drawing: Drawing
+    n: int
     max_tokens: int | None
     min_tokens: int
     stop: tuple[str, ...]
@@ -53,9 +59,8 @@ class Options:
 
 def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Options:
     """Raises InvalidRequest for a value out of range, Unsupported for an option that is not built."""
-    if sampling.HasField("guide") or (sampling.HasField("n") and sampling.n != 1):
-        name = "guide" if sampling.HasField("guide") else "n"
-        raise Unsupported("FEATURE_DISABLED", f"sampling.{name} is not served", facts={"field": name})
+    if sampling.HasField("guide"):
+        raise Unsupported("FEATURE_DISABLED", "sampling.guide is not served", facts={"field": "guide"})
     for name, (low, high, allowed) in _RANGES.items():
         value = getattr(sampling, name)
         # Written so that NaN, which compares false with everything, is refused.
@@ -84,6 +89,7 @@ def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Opt
     )
     return Options(
         drawing=drawing,
+        n=sampling.n if sampling.HasField("n") else 1,
         max_tokens=max_tokens,
         min_tokens=sampling.min_tokens,
         stop=_stop(sampling.stop),

@@ -1,37 +1,51 @@
-"""Who runs next: one loop over all sequences of a model, which packs their next rows into steps.
+"""Who runs next: packs the next rows of all sequences of a model into steps, and says who has room and who must wait.
 
 Continuous batching: a sequence joins the next step whenever it has rows to compute and leaves it whenever it has none.
 A step takes first the sequences that compute one row, whose callers wait for the next token, and fills the rest of its
-budget with pieces of prefills. It knows sequences by name and rows by number; what a step is and what a token is drawn
-from it has never seen.
+budget with pieces of prefills, cut wherever the budget ends. Units are attached in the same steps, within a budget of
+their own. Who goes first is decided by priority, then by what its tenant has had, then by arrival.
+
+A sequence is admitted with room for what is laid, not for what it may come to say. When the pages run out, the last of
+the lowest priority gives back all it holds and waits to be admitted again: nothing of it is lost, for its timeline says
+what to compute, and its entries are still where they were.
+
+It is counting throughout: sequences by name, rows, tokens and pages by number. It has seen no tensor, and what a token
+means it does not know beyond whether it ends a sequence. Nothing here waits: `decoder_service.stepping` does.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from chiasm.errors import Unavailable
+from chiasm.errors import Overloaded
+from decoder_service.fairness import Tenants
+from decoder_service.room import Room
+from decoder_service.seats import Attach, Outcome, Plan, S, Seat, Share, order, rank
+from decoder_service.singles import Singles
 
-S = TypeVar("S", bound=Hashable)
-D = TypeVar("D")
-
-
-class Share(NamedTuple, Generic[S, D]):
-    """A sequence's share of a step: its next `rows` rows, and how a token is drawn from the last; None draws none."""
-
-    sequence: S
-    rows: int
-    draw: D | None
+S_contra = TypeVar("S_contra", bound=Hashable, contravariant=True)
 
 
-Outcome: TypeAlias = int | Exception | None
-"""Of one share: the token drawn, None where none was to be drawn, or why that sequence failed."""
+class Accounts(Protocol[S_contra]):
+    """Who holds what of the pools (`decoder_service.holdings`)."""
 
-Compute: TypeAlias = Callable[[Sequence[Share[S, D]]], Awaitable[Sequence[Outcome]]]
-"""Computes a step. Raises if it fails as a whole; then nothing of it counts as computed."""
+    def admit(self, sequence: S_contra, need: Room, *, spare: int) -> bool: ...
+    def grow(self, rows: Iterable[tuple[S_contra, int]]) -> None:
+        """Raises Overloaded, and nothing is changed, if there are no pages."""
+        ...
+
+    def share(self, sequence: S_contra) -> int:
+        """Rows of it that need not be computed any more, because others have."""
+        ...
+
+    def slack(self, sequence: S_contra) -> int:
+        """Rows that its pages hold beyond those that are computed."""
+        ...
+
+    def release(self, sequence: S_contra) -> None: ...
 
 
 @dataclass(slots=True)
@@ -41,141 +55,343 @@ class StepCounts:
     Attributes:
         rows: computed in all steps together.
         batches: sequences of each of the last thousand steps.
+        preempted: sequences that lost their room.
     """
 
     steps: int = 0
     rows: int = 0
-    batches: list[int] = field(default_factory=list)
+    preempted: int = 0
+    batches: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
 
 
-@dataclass(eq=False, slots=True)
-class _Ask(Generic[S, D]):
-    """What one sequence waits for."""
-
-    sequence: S
-    arrival: int
-    rows: int
-    draw: D | None
-    done: asyncio.Future[int | None]
-
-
-class Scheduler(Generic[S, D]):
-    """The loop of one model. Used from one event loop.
+class Scheduler(Generic[S]):
+    """The plans of one model.
 
     Args:
+        accounts: of the pools.
         max_rows: of one step, at most. It bounds how long a running answer waits for the prefill of another.
+        max_units: attached in one step, at most; for the same reason.
+        max_running: sequences that have room at the same time, at most.
 
     Attributes:
         counts: of steps, for those who watch.
+        tenants: who shares.
     """
 
-    def __init__(self, compute: Compute[S, D], *, max_rows: int) -> None:
+    def __init__(
+        self, accounts: Accounts[S], *, max_rows: int, max_units: int = 64, max_running: int | None = None
+    ) -> None:
         self.counts = StepCounts()
         self.max_rows = max_rows
-        self._compute = compute
-        self._arrivals: dict[S, int] = {}  # by sequence, counted
+        self.max_units = max_units
+        self.max_running = max_running or max_rows
+        self._accounts = accounts
+        self.tenants = Tenants()
         self._arrived = 0
-        self._asks: dict[S, _Ask[S, D]] = {}
-        self._runner: asyncio.Task[None] | None = None
-        self._closed = False
+        self._entered: dict[Seat[S], None] = {}  # who waits for room
+        self._running: dict[Seat[S], None] = {}  # who has room
+        self._prefills: dict[Seat[S], None] = {}
+        self._units: list[Attach[S]] = []
+        self._freed = False  # somebody who waits may have room now
+        self._ways: list[tuple[Seat[S], Callable[[bool], None]]] = []
+        self._planned: Plan[S] | None = None
+        self._singles: Singles[S] = Singles()
+
+    # -- what owners say of their sequences --------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Sequences that have room."""
+        return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a step or are in it."""
-        return len(self._asks)
+        """Sequences that wait for room."""
+        return len(self._entered)
 
-    async def step(self, sequence: S, rows: int, draw: D | None) -> int | None:
-        """Waits until the sequence's next rows are computed: as many as asked for, or fewer.
+    @property
+    def asking(self) -> int:
+        """Sequences that are in the step that is running, or ask to be in the next."""
+        asking = {*self._singles.seats, *self._prefills}
+        if self._planned is not None:
+            asking.update(self._planned.singles, (share.seat for share in self._planned.shares))
+        return len(asking)
+
+    def seat(
+        self,
+        sequence: S,
+        *,
+        wake: Callable[[], None],
+        tenant: bytes = b"",
+        priority: int = 0,
+        stops: frozenset[int] = frozenset(),
+    ) -> Seat[S]:
+        """A place for a sequence that has just arrived. It ends with `leave`."""
+        self._arrived += 1
+        return Seat(sequence, wake, self.tenants.enter(tenant), priority, self._arrived, stops)
+
+    def enter(self, seat: Seat[S], need: Room) -> None:
+        """Lets a sequence wait for room, where there is none now. It is woken when it is `admitted`, or has an
+        `error`."""
+        assert not seat.admitted and seat.need is None, "it has room, or waits for it already"
+        seat.preempted, seat.need = False, need
+        self._entered[seat] = None
+        if len(self._entered) == 1 and self._admits(seat, need):
+            self._let_in(seat)
+        else:
+            self._freed = True
+
+    def want(self, seat: Seat[S], rows: int, *, draws: bool, allowed: int = 0) -> None:
+        """Says what is to be computed of a sequence that has room and is in no plan.
 
         Args:
             rows: that can be computed, one at least.
-            draw: how a token is drawn from the last of them.
-
-        Returns the token, None if none was asked for or the rows were not all computed. Raises what the step raised
-        for this sequence, Unavailable once the scheduler is closed.
+            draws: a token is drawn from the last of them, and then one from each row after it, `allowed` in all.
         """
-        assert rows > 0 and sequence not in self._asks, "a sequence waits for one step at a time"
-        if self._closed:
-            raise _ending()
-        if sequence not in self._arrivals:
-            self._arrived += 1
-            self._arrivals[sequence] = self._arrived
-        ask = _Ask(sequence, self._arrivals[sequence], rows, draw, asyncio.get_running_loop().create_future())
-        self._asks[sequence] = ask
-        if self._runner is None or self._runner.done():
-            self._runner = asyncio.create_task(self._run())
-        try:
-            return await ask.done
-        finally:
-            if self._asks.get(sequence) is ask:
-                del self._asks[sequence]
-
-    def leave(self, sequence: S) -> None:
-        """Forgets a sequence that will not come back."""
-        self._arrivals.pop(sequence, None)
-
-    async def close(self) -> None:
-        """Fails whoever waits, and waits for the step that is running."""
-        self._closed = True
-        for ask in self._asks.values():
-            if not ask.done.done():
-                ask.done.set_exception(_ending())
-        if self._runner is not None:
-            await self._runner
-
-    async def _run(self) -> None:
-        while True:
-            # Who has just been given a token asks for the next within one turn of the event loop. The step waits for
-            # that turn: without it those who run together would part into groups that take turns.
-            await asyncio.sleep(0)
-            batch = self._pack()
-            if not batch:
-                return
-            outcomes = await self._step(batch)
-            for (ask, _), outcome in zip(batch, outcomes, strict=True):
-                if ask.done.done():
-                    continue  # its caller has left
-                del self._asks[ask.sequence]
-                if isinstance(outcome, Exception):
-                    ask.done.set_exception(outcome)
-                else:
-                    ask.done.set_result(outcome)
-
-    def _pack(self) -> list[tuple[_Ask[S, D], Share[S, D]]]:
-        """The next step within the budget: single rows as they were asked for, so that everybody has a turn; then
-        prefills by the arrival of their sequences, so that the first is done first."""
-        asks = [ask for ask in self._asks.values() if not ask.done.done()]
-        singles = [ask for ask in asks if ask.rows == 1]
-        prefills = sorted((ask for ask in asks if ask.rows > 1), key=lambda ask: ask.arrival)
-        batch = []
-        left = self.max_rows
-        for ask in (*singles, *prefills):
-            if not left:
-                break
-            rows = min(ask.rows, left)
-            left -= rows
-            batch.append((ask, Share(ask.sequence, rows, ask.draw if rows == ask.rows else None)))
-        return batch
-
-    async def _step(self, batch: Sequence[tuple[_Ask[S, D], Share[S, D]]]) -> Sequence[Outcome]:
-        """Computes a step. If it fails as a whole its sequences are tried alone: one sequence's fault is its own,
-        whoever it ran with."""
-        self.counts.steps += 1
-        self.counts.batches = [*self.counts.batches[-999:], len(batch)]
-        try:
-            outcomes = await self._compute([share for _, share in batch])
-        except Exception as error:
-            if len(batch) == 1:
-                return [error]
+        assert seat.admitted and rows > 0 and (not draws or allowed > 0), seat
+        self.withdraw(seat)
+        seat.rows, seat.draws, seat.allowed = rows, draws, allowed
+        if rows == 1 and draws:
+            self._join(seat)
         else:
-            self.counts.rows += sum(share.rows for _, share in batch)
-            return outcomes
-        alone: list[Outcome] = []
-        for ask, share in batch:
-            # Whoever has left meanwhile may hold nothing any more, and must not be given anything again.
-            alone.extend([None] if ask.done.done() else await self._step([(ask, share)]))
-        return alone
+            self._prefills[seat] = None
 
+    def allow(self, seat: Seat[S], tokens: int) -> None:
+        """Lets a sequence draw so many tokens behind those that are in `fresh`, if it is to draw any."""
+        left = tokens - self.in_step(seat)
+        if left <= 0:
+            self.withdraw(seat)
+        elif seat.place >= 0:
+            self._singles.allow(seat, left)
+        else:
+            seat.allowed = tokens
 
-def _ending() -> Unavailable:
-    return Unavailable("DRAINING", "the worker is ending", retry_after=1.0)
+    def in_step(self, seat: Seat[S]) -> bool:
+        """Whether a sequence is in the step that is planned and not done."""
+        return self._planned is not None and seat.step == self.counts.steps
+
+    def withdraw(self, seat: Seat[S]) -> None:
+        """Takes a sequence out of the steps that are not planned yet."""
+        if seat.place >= 0:
+            self._singles.part(seat)
+        self._prefills.pop(seat, None)
+        seat.rows = 0
+
+    def attach(self, units: Iterable[Attach[S]]) -> None:
+        """Asks for units to be attached to sequences that have room."""
+        self._units.extend(units)
+
+    def make_way(self, seat: Seat[S], settled: Callable[[bool], None]) -> None:
+        """Lets the last of those who are behind a sequence give way before the next step, if there is one. `settled` is
+        called with whether there was."""
+        self._ways.append((seat, settled))
+
+    def leave(self, seat: Seat[S]) -> None:
+        """Forgets a sequence. What it holds is its owner's to release."""
+        self.withdraw(seat)
+        self._drop_units(seat)
+        self._entered.pop(seat, None)
+        self._running.pop(seat, None)
+        seat.need, seat.admitted = None, False
+        self.tenants.leave(seat.tenant)
+        self._freed = True
+
+    def fail_all(self, error: Exception) -> None:
+        """Lets nobody go on."""
+        for seat in (*self._entered, *self._running):
+            self.withdraw(seat)
+            self._drop_units(seat)
+            seat.error = error
+            seat.wake()
+        self._entered.clear()
+        self._planned = None
+
+    def freed(self) -> None:
+        """Something was given back to the pools, or is shared now."""
+        self._freed = True
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan[S] | None:
+        """The next step. None if there is nothing to do. Not while a step is running."""
+        while self._ways:
+            self._make_way(*self._ways.pop(0))
+        if self._freed:
+            self._admit()
+        singles = self._take_singles()
+        shares = self._take_shares(self.max_rows - len(singles))
+        # Whoever has given way for somebody's pages is in no step.
+        shares = [share for share in shares if share.seat.admitted]
+        if self._freed:
+            singles = [seat for seat in singles if seat.admitted and seat.error is None]
+        plan = Plan(self._take_units(), shares, singles)
+        if not any(plan):
+            return None
+        number = self.counts.steps
+        for seat in singles:
+            seat.step = number
+        for share in shares:
+            share.seat.step = number
+        if plan.rows:
+            self.counts.batches.append(len(singles) + len(shares))
+        self._planned = plan
+        return plan
+
+    def done(self, plan: Plan[S], outcomes: Sequence[Outcome], *, failed: bool = False) -> None:
+        """Notes what a step has come to.
+
+        Args:
+            outcomes: of the singles in order, then of the shares.
+            failed: there is a failure among them.
+        """
+        assert plan is self._planned, "another step is running"
+        self._planned = None
+        self.counts.steps += 1
+        self.counts.rows += plan.rows
+        singles, shares = outcomes[: len(plan.singles)], outcomes[len(plan.singles) :]
+        ended = []
+        for seat, token in zip(plan.singles, singles, strict=True):
+            seat.fresh.append(token)
+            if token in seat.stops:
+                ended.append(seat)
+        for seat in ended:
+            self.withdraw(seat)
+        for share, token in zip(plan.shares, shares, strict=True):
+            self._done_share(share, token)
+        if failed:
+            for seat, outcome in zip((*plan.singles, *(share.seat for share in plan.shares)), outcomes, strict=True):
+                if isinstance(outcome, Exception):
+                    seat.fresh.remove(outcome)
+                    seat.error = outcome
+                    self.withdraw(seat)
+
+    def _done_share(self, share: Share[S], outcome: Outcome) -> None:
+        seat = share.seat
+        seat.tenant.served += share.rows
+        if outcome is not None:
+            seat.fresh.append(outcome)
+            seat.allowed -= 1
+        if seat not in self._prefills:
+            return  # its owner has taken it out meanwhile
+        seat.rows -= share.rows
+        if not seat.rows:
+            del self._prefills[seat]
+            if share.draws and outcome not in seat.stops and seat.allowed > 0:
+                self._join(seat)
+
+    # -- what goes into it -------------------------------------------------------------------------------------------
+
+    def _take_units(self) -> list[Attach[S]]:
+        if len(self._units) > self.max_units:
+            self._units.sort(key=lambda unit: rank(unit.seat))
+        units, self._units = self._units[: self.max_units], self._units[self.max_units :]
+        return units
+
+    def _take_singles(self) -> list[Seat[S]]:
+        seats, short, spent = self._singles.take(self.max_rows)
+        try:
+            self._accounts.grow([(seat.sequence, 1) for seat in short])
+        except Overloaded:
+            # There are not enough pages for all of them: one after the other, and somebody gives way.
+            short = [seat for seat in short if seat.admitted and self._grow(seat, 1)]
+        for seat in short:
+            if seat.place >= 0:
+                self._singles.refill(seat, self._accounts.slack(seat.sequence) - 1)
+        for seat in spent:
+            self.withdraw(seat)
+        return seats
+
+    def _take_shares(self, budget: int) -> list[Share[S]]:
+        shares: list[Share[S]] = []
+        if not self._prefills:
+            return shares
+        for seat in sorted(self._prefills, key=order):
+            if budget <= 0:
+                break
+            if not seat.admitted:
+                continue
+            seat.rows -= self._accounts.share(seat.sequence)
+            if seat.rows <= 0:  # others have computed all that it wanted
+                self.withdraw(seat)
+                seat.wake()
+                continue
+            rows = min(seat.rows, budget)
+            if self._grow(seat, rows):
+                budget -= rows
+                shares.append(Share(seat, rows, seat.draws and rows == seat.rows))
+        return shares
+
+    def _join(self, seat: Seat[S]) -> None:
+        seat.rows = 1
+        self._singles.join(seat, slack=self._accounts.slack(seat.sequence))
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Lets in whoever has room, one after the other: who does not fit holds up those behind."""
+        self._freed = False
+        while self._entered:
+            seat = min(self._entered, key=order)
+            assert seat.need is not None, "it waits"
+            lower = sorted((one for one in self._running if one.priority < seat.priority), key=rank)
+            while not self._admits(seat, seat.need):
+                if not lower:
+                    return
+                self._preempt(lower.pop())
+            self._let_in(seat)
+
+    def _admits(self, seat: Seat[S], need: Room) -> bool:
+        """Each that runs may need a page any time, and must not give way for want of it at once."""
+        running = len(self._running)
+        return running < self.max_running and self._accounts.admit(seat.sequence, need, spare=running)
+
+    def _let_in(self, seat: Seat[S]) -> None:
+        del self._entered[seat]
+        seat.need, seat.admitted = None, True
+        self._running[seat] = None
+        seat.wake()
+
+    def _grow(self, seat: Seat[S], rows: int) -> bool:
+        """Gives a sequence pages for its next rows, if need be those of the last of the lowest priority. False if it
+        has given way itself, or has failed because there is nobody else."""
+        while True:
+            try:
+                self._accounts.grow([(seat.sequence, rows)])
+            except Overloaded as error:
+                if len(self._running) == 1:
+                    self.withdraw(seat)
+                    seat.error = error
+                    self._freed = True
+                    seat.wake()
+                    return False
+                victim = max(self._running, key=rank)
+                self._preempt(victim)
+                if victim is seat:
+                    return False
+            else:
+                return True
+
+    def _make_way(self, seat: Seat[S], settled: Callable[[bool], None]) -> None:
+        victim = max(self._running, key=rank, default=seat)
+        behind = seat.admitted and rank(victim) > rank(seat)
+        if behind:
+            self._preempt(victim)
+        settled(behind)
+
+    def _preempt(self, seat: Seat[S]) -> None:
+        """Takes back all that a sequence holds. Its owner enters it anew."""
+        self.withdraw(seat)
+        self._drop_units(seat)
+        del self._running[seat]
+        self._accounts.share(seat.sequence)  # it may find it again
+        self._accounts.release(seat.sequence)
+        seat.admitted, seat.preempted = False, True
+        self.counts.preempted += 1
+        self._freed = True
+        seat.wake()
+
+    def _drop_units(self, seat: Seat[S]) -> None:
+        dropped = [unit for unit in self._units if unit.seat is seat]
+        self._units = [unit for unit in self._units if unit.seat is not seat]
+        for unit in dropped:
+            unit.settled(False)

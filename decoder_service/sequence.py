@@ -129,6 +129,13 @@ class DecodeSequence:
         self._lay()
         return number
 
+    def fork(self) -> DecodeSequence:
+        """Another sequence with the same prompt, of which nothing is attached or computed yet."""
+        other = DecodeSequence(self._unit_layout, Chain(self._chain.domain, self._chain.page_size))
+        other._slots, other._keys = dict(self._slots), dict(self._keys)
+        other.extend(self._pieces)
+        return other
+
     def row_of(self, piece: int) -> int | None:
         """The row at which a piece begins. None while it is not laid, or while a slot before it may still change."""
         moving = any(self._laid.get(slot, piece) < piece for slot in self._growing)

@@ -120,7 +120,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         self._check(first.open)
         async with aclosing(Decoding(self.model, first.open).run(requests)) as responses:
             async for response in responses:
-                if response.HasField("finished"):
+                if response.HasField("finished") and response.finished.HasField("usage"):
                     used = response.finished.usage
                     told |= {"prompt": used.prompt_tokens, "visual": used.visual_tokens, "drawn": used.output_tokens}
                     told["outcome"] = "ok"  # whether or not the caller stays for the end of the stream

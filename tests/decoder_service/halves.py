@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,27 +41,35 @@ _FIELDS = {
 
 @dataclass
 class Told:
-    """What one call was told."""
+    """What one call was told; of the first of its sequences, and the ids and the ends of all."""
 
     ids: list[int] = field(default_factory=list)
     text: bytes = b""
     admitted: dpb.DecodeAdmitted | None = None
     started: pb.Started | None = None
     finished: pb.Finished | None = None
+    sequences: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ends: dict[int, pb.Finished] = field(default_factory=dict)
 
     def note(self, response: dpb.DecodeResponse) -> None:
         which = response.WhichOneof("message")
         if which == "tokens":
-            assert response.tokens.index == len(self.ids), "indices come once and in order"
-            self.ids.extend(response.tokens.ids)
-            self.text += response.tokens.text
+            ids = self.sequences[response.tokens.sequence]
+            assert response.tokens.index == len(ids), "indices come once and in order"
+            ids.extend(response.tokens.ids)
+            if not response.tokens.sequence:
+                self.ids.extend(response.tokens.ids)
+                self.text += response.tokens.text
         elif which == "admitted":
             self.admitted = response.admitted
         elif which == "started":
             self.started = response.started
         elif which == "finished":
-            self.finished = response.finished
-            self.text += response.finished.text
+            assert response.finished.sequence not in self.ends, "a sequence ends once"
+            self.ends[response.finished.sequence] = response.finished
+            if not response.finished.sequence:
+                self.finished = response.finished
+                self.text += response.finished.text
 
 
 class Halves:

@@ -18,8 +18,9 @@ from chiasm.attention.pages import ExtentAllocator, PageAllocator
 from chiasm.chat_template import Slot
 from chiasm.errors import Overloaded
 from chiasm.timeline import UnitLayout, UnitName
-from decoder_service.holdings import Holdings, Room
+from decoder_service.holdings import Holdings
 from decoder_service.prefix import Chain
+from decoder_service.room import Room
 from decoder_service.sequence import DecodeSequence, Drop, SizedSlot
 
 PAGE = 4

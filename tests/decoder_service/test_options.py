@@ -15,7 +15,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from decoder_service.options import Options, read_options
 from tests.decoder_service.halves import CLOSE, Halves, Told, halves
 
-UNBUILT = {"n": 2, "guide": pb.Guide(regex="a+")}
+UNBUILT = {"guide": pb.Guide(regex="a+")}
 
 
 def read(**options: Any) -> Options:

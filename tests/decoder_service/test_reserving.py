@@ -1,5 +1,4 @@
-"""Room in the pools: reserved whole before a timeline begins, first come first served, refused if it can never be
-had."""
+"""Room in the pools: first come first served, and refused if it can never be had."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from chiasm.errors import InvalidRequest
 from chiasm.local import LocalSettings
 from tests import digits
 from tests.asking import ask, question, running, video
+from tests.decoder_service.holders import hold
 
 
 async def test_more_requests_than_room_wait_and_are_all_answered() -> None:
@@ -25,15 +25,13 @@ async def test_more_requests_than_room_wait_and_are_all_answered() -> None:
 async def test_the_first_to_wait_is_the_first_to_get_room() -> None:
     async with running(settings=LocalSettings(text_tokens=64, visual_tokens=8)) as service:
         model = service.decoder
-        holder = model.engine.sequence()
-        await model.reserve(holder, text=64, visual=0)
+        holder = await hold(model, text=64)
         got: list[int] = []
 
         async def wait(number: int, text: int) -> None:
-            sequence = model.engine.sequence()
-            await model.reserve(sequence, text=text, visual=0)
+            seat = await hold(model, text=text)
             got.append(number)
-            await model.release(sequence)
+            await model.release(seat)
 
         waiting = [asyncio.create_task(wait(0, 64)), asyncio.create_task(wait(1, 16)), asyncio.create_task(wait(2, 16))]
         await asyncio.sleep(0.05)
