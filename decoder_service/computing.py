@@ -1,0 +1,61 @@
+"""How a decoder computes its steps, put together in one place: attention, graphs, compilation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from chiasm.attention.choose import AttentionName, choose, make
+from chiasm.attention.flashinfer_backend import FlashInferAttention
+from chiasm.attention.pages import Pools
+from chiasm.models.family import DecoderHalf
+from chiasm.settings import SettingsError
+from decoder_service.forward import EagerForward, Forward
+from decoder_service.graphs import CudaDevice, GraphForward
+
+
+class MakeForward(Protocol):
+    """What makes a decoder's forward over its pools."""
+
+    def __call__(self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int) -> Forward: ...
+
+
+def make_forward(half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int) -> Forward:
+    """The forward over a decoder's pools.
+
+    Args:
+        attention: raises SettingsError for `flashinfer` where that cannot serve.
+        graph_rows: the most rows of a step that is replayed as a CUDA graph, with FlashInfer's kernels; 0 for none.
+            The torch backend is never captured: its plan decides on the host which tensors of which shapes there are.
+    """
+    chosen = make(attention, pools, heads=half.heads, fixed_rows=graph_rows)
+    eager = EagerForward(half, chosen)
+    if not graph_rows or not isinstance(chosen, FlashInferAttention):
+        return eager
+    return GraphForward(half, eager, chosen.fixed(graph_rows), CudaDevice(half.device))
+
+
+def captured_rows(asked: bool | None, rows: int, half: DecoderHalf, attention: AttentionName) -> int:
+    """The most rows of a step that is to be a CUDA graph.
+
+    Args:
+        asked: None for graphs wherever FlashInfer's kernels serve.
+        rows: where there are graphs.
+
+    Raises SettingsError for graphs that are asked for where other kernels serve, and as `choose`.
+    """
+    chosen = choose(
+        attention,
+        heads=half.heads,
+        kv_heads=half.kv_heads,
+        head_dim=half.head_dim,
+        device=half.device,
+        dtype=half.dtype,
+    )
+    if asked and chosen != "flashinfer":
+        raise SettingsError(
+            f"CUDA graphs are of FlashInfer's kernels: {half.heads} heads of {half.head_dim} dimensions in "
+            f"{half.dtype} on {half.device} are attended to with torch's",
+            "--cuda-graphs",
+            "--attention flashinfer tells why it cannot serve; without the flag there are graphs where there can be",
+        )
+    return 0 if asked is False or chosen != "flashinfer" else rows
