@@ -108,10 +108,13 @@ class _Wrapper:
         (self._dtype,) = dtypes
 
     def run(self, *, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], return_lse: bool) -> Any:
-        with _disable_current_modes():  # who notes the calls of a step notes nothing of what happens in here
-            return self._run(q, paged_kv_cache, return_lse)
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        with _disable_current_modes():  # who notes the operations of a step notes nothing of what a kernel does
+            self._run(q, paged_kv_cache, out, lse)
+        return (out, lse) if return_lse else out
 
-    def _run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], return_lse: bool) -> Any:
+    def _run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
         self._read()
         self._kernels.calls.append((self.kind, [(rows.stop - rows.start, length) for rows, _, length in self._parts]))
         heads, kv_heads, head_dim = self._shape
@@ -120,8 +123,6 @@ class _Wrapper:
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         for cache in (keys, values):
             assert cache.shape[1:] == (self._page_size, kv_heads, head_dim) and cache.dtype == self._dtype
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
         for rows, pages, length in self._parts:
             if rows.stop == rows.start:
                 continue
@@ -136,7 +137,6 @@ class _Wrapper:
                 scores = scores.masked_fill(torch.arange(length) > last, -torch.inf)
             out[rows] = torch.einsum("hns,shd->nhd", scores.softmax(-1), v).to(q.dtype)
             lse[rows] = (scores.logsumexp(-1) / math.log(2)).T.float()
-        return (out, lse) if return_lse else out
 
 
 class _Prefill(_Wrapper):
