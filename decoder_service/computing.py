@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from chiasm.attention.choose import AttentionName, choose, make
 from chiasm.attention.flashinfer_backend import FlashInferAttention
@@ -34,16 +34,9 @@ def make_forward(half: DecoderHalf, pools: Pools, attention: AttentionName, *, g
     return GraphForward(half, eager, chosen.fixed(graph_rows), CudaDevice(half.device))
 
 
-def captured_rows(asked: bool | None, rows: int, half: DecoderHalf, attention: AttentionName) -> int:
-    """The most rows of a step that is to be a CUDA graph.
-
-    Args:
-        asked: None for graphs wherever FlashInfer's kernels serve.
-        rows: where there are graphs.
-
-    Raises SettingsError for graphs that are asked for where other kernels serve, and as `choose`.
-    """
-    chosen = choose(
+def attends(half: DecoderHalf, attention: AttentionName) -> Literal["torch", "flashinfer"]:
+    """Whose kernels attend in a decoder. Raises as `choose`."""
+    return choose(
         attention,
         heads=half.heads,
         kv_heads=half.kv_heads,
@@ -51,11 +44,22 @@ def captured_rows(asked: bool | None, rows: int, half: DecoderHalf, attention: A
         device=half.device,
         dtype=half.dtype,
     )
-    if asked and chosen != "flashinfer":
+
+
+def captured_rows(asked: bool | None, rows: int, kernels: Literal["torch", "flashinfer"]) -> int:
+    """The most rows of a step that is to be a CUDA graph; 0 for none.
+
+    Args:
+        asked: None for graphs where they can be.
+        rows: what it is where there are graphs.
+        kernels: whose attend.
+
+    Raises SettingsError for graphs that are asked for where they cannot be.
+    """
+    if asked and kernels != "flashinfer":
         raise SettingsError(
-            f"CUDA graphs are of FlashInfer's kernels: {half.heads} heads of {half.head_dim} dimensions in "
-            f"{half.dtype} on {half.device} are attended to with torch's",
+            "CUDA graphs are of FlashInfer's kernels, and torch's attend here",
             "--cuda-graphs",
-            "--attention flashinfer tells why it cannot serve; without the flag there are graphs where there can be",
+            "--attention flashinfer says why; without --cuda-graphs there are graphs where there can be",
         )
-    return 0 if asked is False or chosen != "flashinfer" else rows
+    return 0 if asked is False or kernels != "flashinfer" else rows

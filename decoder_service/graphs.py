@@ -54,8 +54,9 @@ class CudaDevice:
         self._copied = torch.cuda.Event()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
+        # A capture that fails leaves its stream the current one; leaving this block does not.
+        with torch.cuda.device(self._device), torch.cuda.stream(current):
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 run()  # builds kernels and takes workspaces, neither of which can be captured
@@ -175,12 +176,10 @@ class _Bucket:
         order = sorted(range(len(ids)), key=lambda at: _look(step.sequences[at])) if crossing else list(range(len(ids)))
         count = len(order)
         rows = self._rows.numpy
-        rows[:4, count:] = 0  # the first token at the first place
-        rows[5, count:] = 0
+        rows[:, count:] = 0  # nobody's: the first token at the first place
         rows[0, :count] = ids[order]
         rows[1:4, :count] = positions_3n[:, order]
         rows[4, order] = np.arange(count)
-        rows[4, count:] = np.arange(count, rows.shape[1])
         rows[5, :count] = sees[order]
         self._rows.send()
         self._attention.plan(Step([step.sequences[at] for at in order]))

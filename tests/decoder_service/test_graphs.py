@@ -261,12 +261,17 @@ def test_a_token_that_is_not_finite_spoils_nobody_else(make: Make) -> None:
     engine = make(graphs)
     with torch.inference_mode():
         engine.half.get_parameter("embed_tokens.weight")[7] = torch.nan  # type: ignore[attr-defined]
-    bad, good = engine.sequence(), laid(engine, 8, text=5, frames=2)
+    good = [laid(engine, seed, text=5, frames=seed % 3) for seed in range(3)]
+    bad = engine.sequence()
     bad.extend([[1, 7]])
-    engine.step([Work(bad, 1, "none"), Work(good, len(good.timeline) - 1, "none")])
-    spoilt, fine = engine.step([Work(bad, 1, "last"), Work(good, 1, "last")])
-    assert graphs.forward.replayed == 1
-    assert spoilt.isnan().all() and fine.isfinite().all()
+    engine.step([Work(sequence, len(sequence.timeline) - 1, "none") for sequence in (*good, bad)])
+    *fine, spoilt = engine.step([Work(sequence, 1, "last") for sequence in (*good, bad)])
+    assert spoilt.isnan().all() and all(logits.isfinite().all() for logits in fine)
+    for sequence in good:
+        sequence.extend([[4]])
+    assert all(logits.isfinite().all() for logits in engine.step([Work(sequence, 1, "last") for sequence in good]))
+    assert graphs.forward.replayed == 2
+    assert engine.pools.self_kv[:, :, 60 * PAGE].isfinite().all(), "it is nobody's row afterwards"
 
 
 def test_an_engine_on_a_cpu_takes_no_graphs_and_serves(model: Model) -> None:
