@@ -9,6 +9,7 @@ from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.pages import Pools
 from chiasm.models.family import DecoderHalf
 from chiasm.settings import SettingsError
+from decoder_service.compiled import Compiled
 from decoder_service.forward import EagerForward, Forward
 from decoder_service.graphs import CudaDevice, GraphForward
 
@@ -16,22 +17,28 @@ from decoder_service.graphs import CudaDevice, GraphForward
 class MakeForward(Protocol):
     """What makes a decoder's forward over its pools."""
 
-    def __call__(self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int) -> Forward: ...
+    def __call__(
+        self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+    ) -> Forward: ...
 
 
-def make_forward(half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int) -> Forward:
+def make_forward(
+    half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+) -> Forward:
     """The forward over a decoder's pools.
 
     Args:
         attention: raises SettingsError for `flashinfer` where that cannot serve.
         graph_rows: the most rows of a step that is replayed as a CUDA graph, with FlashInfer's kernels; 0 for none.
             The torch backend is never captured: its plan decides on the host which tensors of which shapes there are.
+        compiled: torch compiles all but the attention, eager steps and graphs alike.
     """
+    compute = Compiled(half) if compiled else half.forward
     chosen = make(attention, pools, heads=half.heads, fixed_rows=graph_rows)
-    eager = EagerForward(half, chosen)
+    eager = EagerForward(half.device, compute, chosen)
     if not graph_rows or not isinstance(chosen, FlashInferAttention):
         return eager
-    return GraphForward(half, eager, chosen.fixed(graph_rows), CudaDevice(half.device))
+    return GraphForward(half, compute, eager, chosen.fixed(graph_rows), CudaDevice(half.device))
 
 
 def attends(half: DecoderHalf, attention: AttentionName) -> Literal["torch", "flashinfer"]:

@@ -54,6 +54,7 @@ class DecoderEngine:
         page_size: text tokens of a page.
         attention: raises SettingsError for `flashinfer` where that cannot serve.
         graph_rows: the most rows of a step that may be a CUDA graph (`computing.make_forward`); 0 for none.
+        compiled: torch compiles the half's arithmetic when a step of a kind first comes.
         forward: what makes that which computes the steps.
 
     Attributes:
@@ -70,6 +71,7 @@ class DecoderEngine:
         page_size: int = 16,
         attention: AttentionName = "auto",
         graph_rows: int = 0,
+        compiled: bool = False,
         forward: MakeForward = make_forward,
     ) -> None:
         self.half = half
@@ -90,7 +92,7 @@ class DecoderEngine:
             dtype=half.dtype,
             spare=graph_rows > 0,
         )
-        self._forward = forward(half, self.pools, attention, graph_rows=graph_rows)
+        self._forward = forward(half, self.pools, attention, graph_rows=graph_rows, compiled=compiled)
 
     @torch.inference_mode()
     def prepare(self) -> None:

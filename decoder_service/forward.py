@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Attention, Step
-from chiasm.models.family import DecoderHalf
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,18 +36,27 @@ class Forward(Protocol):
         ...
 
 
+class Compute(Protocol):
+    """`DecoderHalf.forward`, or what gives the same."""
+
+    def __call__(
+        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+    ) -> Tensor: ...
+
+
 class EagerForward:
     """`Forward` of any step: the host launches what the step needs."""
 
-    def __init__(self, half: DecoderHalf, attention: Attention) -> None:
-        self._half = half
+    def __init__(self, device: torch.device, compute: Compute, attention: Attention) -> None:
+        self._device = device
+        self._compute = compute
         self._attention = attention
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
         sees = step.sees()
-        device = self._half.device
+        device = self._device
         self._attention.plan(step)
-        logits = self._half.forward(
+        logits = self._compute(
             torch.tensor(ids, device=device),
             torch.from_numpy(positions_3n).to(device),
             torch.from_numpy(sees).to(device) if sees.any() else None,

@@ -22,7 +22,7 @@ from chiasm.attention.backend import Attention, SequenceRows, Step
 from chiasm.attention.flashinfer_fixed import FixedAttention
 from chiasm.attention.staged import Staged
 from chiasm.models.family import DecoderHalf
-from decoder_service.forward import Forward, Ints
+from decoder_service.forward import Compute, Forward, Ints
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class GraphForward:
     """`Forward` that replays decode steps, and hands every other step on.
 
     Args:
+        compute: what is captured, once for each bucket with the cross layers and once without.
         eager: computes what no graph can, and everything once a capture has failed.
         attention: its `most_rows` are the largest bucket's.
 
@@ -90,8 +91,11 @@ class GraphForward:
         replayed: steps that were computed by a graph.
     """
 
-    def __init__(self, half: DecoderHalf, eager: Forward, attention: FixedAttention, device: Device) -> None:
-        self._half = half
+    def __init__(
+        self, half: DecoderHalf, compute: Compute, eager: Forward, attention: FixedAttention, device: Device
+    ) -> None:
+        self._crosses = half.entry_shape.layers > 0
+        self._compute = compute
         self._eager = eager
         self._attention = attention
         self._device = device
@@ -119,7 +123,7 @@ class GraphForward:
         span = np.array([[0, 1]])
         looking = SequenceRows(0, 1, nobody.pages, span, [(0, self._attention.nowhere, 1)])
         for rows in reversed(self._buckets):
-            for sequence in (looking, nobody) if self._half.entry_shape.layers else (nobody,):
+            for sequence in (looking, nobody) if self._crosses else (nobody,):
                 self(Step([sequence] * rows), [0] * rows, np.zeros((3, rows), np.int64), range(rows))
 
     def _takes(self, step: Step, wanted: Sequence[int]) -> bool:
@@ -136,7 +140,7 @@ class GraphForward:
         rows = next(n for n in self._buckets if n >= count)
         if rows not in self._graphs:
             with torch.inference_mode(False):
-                self._graphs[rows] = _Bucket(self._half, self._attention.bucket(rows), self._logits[:rows])
+                self._graphs[rows] = _Bucket(self._compute, self._attention.bucket(rows), self._logits[:rows])
         bucket = self._graphs[rows]
         self._device.wait()
         crossing = bucket.fill(step, ids, positions_3n)
@@ -158,11 +162,11 @@ class _Bucket:
         logits_nv: where they write.
     """
 
-    def __init__(self, half: DecoderHalf, attention: Attention, logits_nv: Tensor) -> None:
-        self._half = half
+    def __init__(self, compute: Compute, attention: Attention, logits_nv: Tensor) -> None:
+        self._compute = compute
         self._attention = attention
         self._logits_nv = logits_nv
-        self._rows = Staged(6, len(logits_nv), device=half.device, dtype=torch.long)
+        self._rows = Staged(6, len(logits_nv), device=logits_nv.device, dtype=torch.long)
         self._graphs: dict[bool, Callable[[], None]] = {}
 
     def fill(self, step: Step, ids: Ints, positions_3n: Ints) -> bool:
@@ -198,7 +202,7 @@ class _Bucket:
         ids_n, logits_at, sees_n = (self._rows.device[at] for at in (0, 4, 5))
         positions_3n = self._rows.device[1:4]
         seeing = sees_n.bool() if crossing else None
-        self._logits_nv.copy_(self._half.forward(ids_n, positions_3n, seeing, logits_at, self._attention))
+        self._logits_nv.copy_(self._compute(ids_n, positions_3n, seeing, logits_at, self._attention))
 
 
 def _look(sequence: SequenceRows) -> tuple[object, ...]:

@@ -69,6 +69,7 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
         visual_tokens=visual,
         attention=settings.attention,
         graph_rows=captured_rows(settings.cuda_graphs, settings.graph_rows, attends(half, settings.attention)),
+        compiled=settings.compile,
     )
     engine.prepare()
     return model, engine, fingerprint

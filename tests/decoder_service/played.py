@@ -19,6 +19,7 @@ from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.flashinfer_fixed import FixedAttention
 from chiasm.attention.pages import Pools
 from chiasm.models.family import DecoderHalf
+from decoder_service.compiled import Compiled
 from decoder_service.forward import EagerForward
 from decoder_service.graphs import GraphForward
 from tests.attention.flashinfer_interpreter import Interpreter
@@ -119,10 +120,15 @@ class Interpreted:
         self.kernels = Interpreter()
         self._largest_table = largest_table
 
-    def __call__(self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int) -> GraphForward:
+    def __call__(
+        self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+    ) -> GraphForward:
+        compute = Compiled(half) if compiled else half.forward
         workspace = torch.zeros(16, dtype=torch.uint8)
         eager = EagerForward(
-            half, FlashInferAttention(pools, heads=half.heads, kernels=self.kernels, workspace=workspace)
+            half.device,
+            compute,
+            FlashInferAttention(pools, heads=half.heads, kernels=self.kernels, workspace=workspace),
         )
         fixed = FixedAttention(
             pools,
@@ -132,5 +138,5 @@ class Interpreted:
             most_rows=graph_rows,
             largest_table=self._largest_table,
         )
-        self.forward = GraphForward(half, eager, fixed, self.device)
+        self.forward = GraphForward(half, compute, eager, fixed, self.device)
         return self.forward

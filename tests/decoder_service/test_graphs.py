@@ -9,28 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from chiasm.attention.backend import Step
 from chiasm.attention.torch_backend import TorchAttention
-from chiasm.chat_template import Slot
 from chiasm.models.registry import Model
 from decoder_service.computing import make_forward
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.forward import EagerForward
 from decoder_service.graphs import buckets
-from decoder_service.sequence import DecodeSequence, SizedSlot
+from decoder_service.sequence import DecodeSequence
 from tests import checkpoints_tiny
+from tests.decoder_service.growing import assert_close, kept, laid
 from tests.decoder_service.played import Interpreted, Played
 
-GRIDS = [(4, 4), (2, 6), (4, 6)]
 PAGE = 4
 GRAPH_ROWS = 6
-
-
-def assert_close(got: Tensor, expected: Tensor) -> None:
-    """FlashInfer merges what a prefill sees in float32, whatever the type."""
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -61,28 +54,6 @@ def make(model: Model) -> Make:
         return engine
 
     return made
-
-
-def laid(engine: DecoderEngine, seed: int, *, text: int, frames: int) -> DecodeSequence:
-    """A sequence of some text, some frames with random entries, and more text, none of it computed."""
-    rng = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
-    sequence = engine.sequence()
-    if frames:
-        pieces: list[list[int] | int] = [piece for number in range(frames) for piece in ([80 + number, 3], number)]
-        sequence.size(0, SizedSlot([*pieces, [88]], GRIDS[:frames], [float(i) for i in range(frames)], True))
-        sequence.extend([[1, 2, 3], Slot(0)])
-    sequence.extend([rng.integers(1, 80, text).tolist()])
-    for unit in sequence.timeline.units:
-        shape = engine.half.entry_shape.of(unit.layout.vision_tokens)
-        engine.attach(sequence, unit.name, torch.randn(shape, generator=generator, dtype=torch.float64))
-    return sequence
-
-
-def kept(engine: DecoderEngine, sequence: DecodeSequence) -> Tensor:
-    """What the self pool holds of a sequence, in the order of its rows."""
-    slots = [sequence.pages[row // PAGE] * PAGE + row % PAGE for row in range(sequence.computed)]
-    return engine.pools.self_kv[:, :, slots]
 
 
 def prefilled(engines: Sequence[DecoderEngine], seed: int, *, text: int = 5, frames: int = 0) -> list[DecodeSequence]:
@@ -181,7 +152,7 @@ def test_rows_that_look_at_the_same_slots_are_one_part_wherever_they_stand(make:
     positions = np.concatenate(
         [sequence.timeline.positions(sequence.computed, sequence.computed + 1) for sequence in asked], axis=1
     )
-    eager = EagerForward(engine.half, TorchAttention(engine.pools))
+    eager = EagerForward(engine.half.device, engine.half.forward, TorchAttention(engine.pools))
     with torch.inference_mode():
         expected = eager(Step(rows), ids, positions, range(5))
         assert_close(graphs.forward(Step(rows), ids, positions, range(5)), expected)

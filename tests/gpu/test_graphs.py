@@ -39,11 +39,17 @@ def model(folder: Path, shape: str) -> Model:
     return Model(write(folder / "tiny", config(text), dtype=torch.bfloat16))
 
 
-def engine(of: Model, *, graph_rows: int) -> DecoderEngine:
+def engine(of: Model, *, graph_rows: int, compiled: bool = False) -> DecoderEngine:
     """What nobody has written is NaN."""
     half = of.decoder(device=torch.device("cuda"), dtype=torch.bfloat16)
     made = DecoderEngine(
-        half, of.processor, text_tokens=4096, visual_tokens=1000, attention="flashinfer", graph_rows=graph_rows
+        half,
+        of.processor,
+        text_tokens=4096,
+        visual_tokens=1000,
+        attention="flashinfer",
+        graph_rows=graph_rows,
+        compiled=compiled,
     )
     made.pools.self_kv[:, :, :4096] = torch.nan
     made.pools.cross_kv[:, :, :, :1000] = torch.nan
@@ -82,7 +88,18 @@ def decode(engines: Sequence[DecoderEngine], batch: Sequence[Sequence[DecodeSequ
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sixty_four_steps_are_those_of_eager_kernels_whoever_joins_and_leaves(shape: str, tmp_path: Path) -> None:
     of = model(tmp_path, shape)
-    engines = [engine(of, graph_rows=0), engine(of, graph_rows=GRAPH_ROWS)]
+    hold([engine(of, graph_rows=0), engine(of, graph_rows=GRAPH_ROWS)])
+
+
+@pytest.mark.timeout(600)
+def test_compiled_forwards_give_the_same_eagerly_and_in_graphs(tmp_path: Path) -> None:
+    of = model(tmp_path, "groups of four")
+    for graph_rows in (0, GRAPH_ROWS):
+        hold([engine(of, graph_rows=0), engine(of, graph_rows=graph_rows, compiled=True)])
+
+
+def hold(engines: Sequence[DecoderEngine]) -> None:
+    """Holds sixty-four steps of the second engine against those of the first, while sequences join and leave."""
     engines[1].prepare()
     running = [begun(engines, 0, frames=False)]
     for at in range(64):
