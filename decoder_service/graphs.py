@@ -139,8 +139,7 @@ class GraphForward:
         count = len(step.sequences)
         rows = next(n for n in self._buckets if n >= count)
         if rows not in self._graphs:
-            with torch.inference_mode(False):
-                self._graphs[rows] = _Bucket(self._compute, self._attention.bucket(rows), self._logits[:rows])
+            self._graphs[rows] = self._bucket(rows)
         bucket = self._graphs[rows]
         self._device.wait()
         crossing = bucket.fill(step, ids, positions_3n)
@@ -150,9 +149,16 @@ class GraphForward:
         logits = self._logits[:count]
         return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
 
+    def _bucket(self, rows: int) -> _Bucket:
+        try:
+            with torch.inference_mode(False):
+                return _Bucket(self._compute, self._attention.bucket(rows), self._logits[:rows])
+        except Exception as error:  # there may be no memory for its buffers
+            raise _NotCaptured from error
+
 
 class _NotCaptured(Exception):
-    """A graph could not be captured."""
+    """A graph, or what it reads, could not be made."""
 
 
 class _Bucket:

@@ -227,6 +227,20 @@ def test_a_capture_that_fails_is_told_once_and_fails_no_step(
     assert graphs.device.captured == captures
 
 
+def test_buffers_for_which_there_is_no_memory_fail_no_step(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Interpreted()
+    engines = [make(None), make(graphs)]
+
+    def none_left(**given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs.kernels.BatchPrefillWithPagedKVCacheWrapper = none_left  # type: ignore[assignment]
+    sequence = prefilled(engines, 5)
+    for _ in range(2):
+        decode(engines, [sequence])
+    assert len(caplog.records) == 1 and graphs.forward.replayed == 0
+
+
 def test_a_token_that_is_not_finite_spoils_nobody_else(make: Make) -> None:
     graphs = Interpreted()
     engine = make(graphs)
