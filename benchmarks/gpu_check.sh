@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything that can only be known on a GPU, in one run of less than eight minutes: the kernels against sums written
-# out, the system on the device against the CPU, then figures. Every part runs, whatever the one before it said; the
-# last line tells which failed, and the exit status is not zero if any did.
+# Everything that can only be known on a GPU, in one run of less than nine minutes: the kernels against sums written
+# out, the system on the device against the CPU, decode steps in graphs against eager ones, then figures. Every part
+# runs, whatever the one before it said; the last line tells which failed, and the exit status is not zero if any did.
+# What torch.compile makes takes longer: python -m pytest -m gpu tests/gpu/test_graphs.py -k compiled
 #
 # It wants a CUDA build of torch, the extras `gpu` and `dev`, and a compiler (nvcc, ninja): FlashInfer builds its
 # kernels when they are first used. PY names the interpreter.
@@ -43,10 +44,12 @@ print(f"{name} (sm_{major}{minor}), torch {torch.__version__}, CUDA {torch.versi
 PYTHON
 
 pytest=("$PY" -m pytest -m gpu -q --durations 5 -p no:cacheprovider)
-part kernels 240 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
-part system 120 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py
-part attention 50 "$PY" -m benchmarks gpu_attention --json
-part cold_vs_hit 50 "$PY" -m benchmarks cold_vs_hit --json --device cuda
+part kernels 200 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
+part system 90 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py --ignore tests/gpu/test_graphs.py
+part graphs 90 "${pytest[@]}" tests/gpu/test_graphs.py -k "not compiled"
+part attention 40 "$PY" -m benchmarks gpu_attention --json
+part decode 70 "$PY" -m benchmarks gpu_decode --json
+part cold_vs_hit 40 "$PY" -m benchmarks cold_vs_hit --json --device cuda
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}"

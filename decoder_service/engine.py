@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Step
-from chiasm.attention.choose import AttentionName, make
+from chiasm.attention.choose import AttentionName
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools
 from chiasm.models.family import DecoderHalf, Processor
 from chiasm.timeline import UnitName
+from decoder_service.computing import MakeForward, make_forward
 from decoder_service.holdings import Holdings
 from decoder_service.prefix import Chain
 from decoder_service.sequence import DecodeSequence
@@ -52,6 +53,9 @@ class DecoderEngine:
         visual_tokens: what the cross pool holds.
         page_size: text tokens of a page.
         attention: raises SettingsError for `flashinfer` where that cannot serve.
+        graph_rows: the most rows of a step that may be a CUDA graph (`computing.make_forward`); 0 for none.
+        compiled: torch compiles the half's arithmetic when a step of a kind first comes.
+        forward: what makes that which computes the steps.
 
     Attributes:
         holdings: who holds what of the two pools.
@@ -66,6 +70,9 @@ class DecoderEngine:
         visual_tokens: int,
         page_size: int = 16,
         attention: AttentionName = "auto",
+        graph_rows: int = 0,
+        compiled: bool = False,
+        forward: MakeForward = make_forward,
     ) -> None:
         self.half = half
         self.processor = processor
@@ -83,8 +90,14 @@ class DecoderEngine:
             head_dim=half.head_dim,
             device=half.device,
             dtype=half.dtype,
+            spare=graph_rows > 0,
         )
-        self._attention = make(attention, self.pools, heads=half.heads)
+        self._forward = forward(half, self.pools, attention, graph_rows=graph_rows, compiled=compiled)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Does what would else make the first steps wait. Takes nothing of the pools."""
+        self._forward.prepare()
 
     def sequence(self, domain: bytes | None = None) -> DecodeSequence:
         """A new, empty sequence of this model.
@@ -130,20 +143,11 @@ class DecoderEngine:
         positions = np.concatenate(
             [w.sequence.timeline.positions(w.sequence.computed, w.sequence.computed + w.rows) for w in batch], axis=1
         )
-        sees = step.sees()
         wanted, counts = _wanted(batch)
-        device = self.half.device
-        self._attention.plan(step)
-        logits = self.half.forward(
-            torch.tensor(ids, device=device),
-            torch.from_numpy(positions).to(device),
-            torch.from_numpy(sees).to(device) if sees.any() else None,
-            torch.tensor(wanted, dtype=torch.long, device=device),
-            self._attention,
-        )
+        logits = self._forward(step, ids, positions, wanted)
         for work in batch:
             work.sequence.computed += work.rows
-        return list(logits.to(torch.promote_types(logits.dtype, torch.float32)).split(counts))
+        return list(logits.split(counts))
 
     def detach_moved(self, sequence: DecodeSequence) -> list[UnitName]:
         """Frees what is laid elsewhere now. Returns the units among it, which are to be attached anew. Raises as

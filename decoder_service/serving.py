@@ -14,6 +14,7 @@ from chiasm.rpc.replica import replica
 from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import decoder_pb2_grpc
 from chiasm.settings import read_secret
+from decoder_service.computing import attends, captured_rows
 from decoder_service.engine import DecoderEngine, pool_tokens
 from decoder_service.metrics import collector
 from decoder_service.model import DecoderModel
@@ -61,5 +62,14 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
     text, visual = pool_tokens(
         half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
     )
-    engine = DecoderEngine(half, model.processor, text_tokens=text, visual_tokens=visual, attention=settings.attention)
+    engine = DecoderEngine(
+        half,
+        model.processor,
+        text_tokens=text,
+        visual_tokens=visual,
+        attention=settings.attention,
+        graph_rows=captured_rows(settings.cuda_graphs, settings.graph_rows, attends(half, settings.attention)),
+        compiled=settings.compile,
+    )
+    engine.prepare()
     return model, engine, fingerprint

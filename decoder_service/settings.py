@@ -28,6 +28,16 @@ class DecoderSettings(WorkerSettings):
     attention: Literal["auto", "torch", "flashinfer"] = Field(
         default="auto", description="which kernels attend; auto: FlashInfer on CUDA where it can, else torch's"
     )
+    cuda_graphs: bool | None = Field(
+        default=None,
+        description="replay decode steps as CUDA graphs; default: on CUDA, where FlashInfer's kernels attend",
+    )
+    graph_rows: int = Field(
+        default=64, ge=1, le=512, description="rows of the largest decode step that is a CUDA graph"
+    )
+    compile: bool = Field(
+        default=False, description="let torch compile what is not attention; the first steps of each kind wait for it"
+    )
     max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
     max_waiting: int = Field(
         default=256, ge=1, description="timelines that may wait for room; further ones are refused"

@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias, cast
 import torch
 
 from chiasm.attention.backend import Attention
-from chiasm.attention.flashinfer_backend import FlashInferAttention, Kernels
+from chiasm.attention.flashinfer_backend import FlashInferAttention
+from chiasm.attention.flashinfer_kernels import Kernels
 from chiasm.attention.flashinfer_plan import workspace_bytes
 from chiasm.attention.pages import Pools
 from chiasm.attention.torch_backend import TorchAttention
@@ -73,8 +74,12 @@ def choose(
     return "torch"
 
 
-def make(name: AttentionName, pools: Pools, *, heads: int, apart: bool = False) -> Attention:
-    """The attention of that name over a decoder's pools. Arguments and errors are those of `choose`."""
+def make(name: AttentionName, pools: Pools, *, heads: int, apart: bool = False, fixed_rows: int = 0) -> Attention:
+    """The attention of that name over a decoder's pools. Arguments and errors are those of `choose`.
+
+    Args:
+        fixed_rows: the most rows for which `FlashInferAttention.fixed` will be asked.
+    """
     keys = pools.self_kv
     kv_heads, head_dim = keys.shape[3:]
     device, dtype = keys.device, keys.dtype
@@ -86,6 +91,7 @@ def make(name: AttentionName, pools: Pools, *, heads: int, apart: bool = False) 
         kv_heads=kv_heads,
         head_dim=head_dim,
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        fixed_rows=fixed_rows,
     )
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     kernels = cast(Kernels, importlib.import_module("flashinfer"))

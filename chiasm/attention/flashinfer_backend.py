@@ -14,46 +14,16 @@ FlashInfer does not build.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Step
+from chiasm.attention.flashinfer_fixed import FixedAttention
+from chiasm.attention.flashinfer_kernels import Kernels, shape, tensor_cores
 from chiasm.attention.flashinfer_plan import PagedPlan, plan_cross, plan_self
 from chiasm.attention.pages import Pools
 from chiasm.attention.torch_backend import TorchVarlen
-
-TENSOR_CORES_FROM = 4
-"""Query heads of a key head from which a decode step is faster as products of tiles, for 16-bit keys: the rule of
-SGLang's FlashInfer backend (`should_use_tensor_core`)."""
-
-
-class Wrapper(Protocol):
-    """A paged wrapper: planned once a step, run once a layer. All arguments are keywords."""
-
-    @property
-    def plan(self) -> Callable[..., None]: ...
-
-    @property
-    def run(self) -> Callable[..., Any]:
-        """(rows, heads, dim), or with `return_lse` that and its (rows, heads) log-sum-exp to base 2 in float32."""
-        ...
-
-
-class Kernels(Protocol):
-    """What is used of the package `flashinfer`."""
-
-    @property
-    def BatchPrefillWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...  # noqa: N802 - its name
-
-    @property
-    def BatchDecodeWithPagedKVCacheWrapper(self) -> Callable[..., Wrapper]: ...  # noqa: N802 - its name
-
-    @property
-    def merge_state(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
 
 
 class FlashInferAttention(TorchVarlen):
@@ -68,6 +38,9 @@ class FlashInferAttention(TorchVarlen):
 
     def __init__(self, pools: Pools, *, heads: int, kernels: Kernels, workspace: Tensor) -> None:
         self._pools = pools
+        self._heads = heads
+        self._kernels = kernels
+        self._workspace = workspace
         self._merge = kernels.merge_state
         size = pools.page_size
         self._self = _Paged(pools.self_kv.unflatten(2, (-1, size)), heads, kernels, workspace, causal=True)
@@ -76,6 +49,13 @@ class FlashInferAttention(TorchVarlen):
         self._rest = _Paged(cross_kv, heads, kernels, workspace, causal=False)
         self._written = torch.empty(0, dtype=torch.long)
         self._looks: list[tuple[bytes, tuple[tuple[int, int, int], ...]]] | None = None  # what the rows look at
+
+    def fixed(self, most_rows: int) -> FixedAttention:
+        """The same kernels for decode steps of at most so many rows, in a form that CUDA graphs can capture. The pools
+        must have a spare page and slot, and the workspace the size that so many fixed rows need."""
+        return FixedAttention(
+            self._pools, heads=self._heads, kernels=self._kernels, workspace=self._workspace, most_rows=most_rows
+        )
 
     def plan(self, step: Step) -> None:
         own = plan_self(step, self._pools.page_size)
@@ -139,7 +119,7 @@ class _Paged:
 
     def __init__(self, kv: Tensor, heads: int, kernels: Kernels, workspace: Tensor, *, causal: bool) -> None:
         self._layers = [(keys, values) for keys, values in kv]
-        self._pages, self._page_size, kv_heads, head_dim = kv.shape[2:]
+        self._pages, self._page_size, kv_heads, self._head_dim = kv.shape[2:]
         self._causal = causal
         self._prefill = kernels.BatchPrefillWithPagedKVCacheWrapper(
             float_workspace_buffer=workspace, kv_layout="NHD", backend="fa2"
@@ -147,18 +127,10 @@ class _Paged:
         self._decode = kernels.BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer=workspace,
             kv_layout="NHD",
-            use_tensor_cores=heads // kv_heads >= TENSOR_CORES_FROM,
+            use_tensor_cores=tensor_cores(heads, kv_heads),
             backend="fa2",
         )
-        self._shared = {
-            "num_qo_heads": heads,
-            "num_kv_heads": kv_heads,
-            "page_size": self._page_size,
-            "sm_scale": head_dim**-0.5,
-            "q_data_type": kv.dtype,
-            "kv_data_type": kv.dtype,
-        }
-        self._head_dim = head_dim
+        self._shared = shape(kv, heads)
         self._device = kv.device
         self._wrapper = self._decode
         self.rows: Tensor | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from chiasm.attention import cross_plan
 from chiasm.attention.backend import Step
+from chiasm.attention.pages import Run
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Longs: TypeAlias = npt.NDArray[np.int64]
@@ -153,15 +154,42 @@ def plan_cross(step: Step) -> CrossPlan:
     return CrossPlan(common.plan(), rest.plan())
 
 
-def workspace_bytes(*, heads: int, kv_heads: int, head_dim: int, multiprocessors: int) -> int:
+def plan_rows(step: Step, *, nowhere: int) -> PagedPlan:
+    """Cross-attention of a step whose sequences have a row each, in one part for each run of neighbours that look at
+    the same slots. Every row is in one part, and they stand in the step's order.
+
+    Args:
+        nowhere: the slot that a row looks at which sees nothing.
+    """
+    looks: list[cross_plan.Runs] = [(Run(nowhere, 1),)] * step.rows
+    for block in cross_plan.plan_cross(step, apart=True):
+        (row,) = block.rows
+        looks[row] = block.shared
+    parts = _Parts()
+    at = 0
+    for runs, alike in groupby(looks):
+        count = len(list(alike))
+        parts.add(np.arange(at, at + count), _slots(runs))
+        at += count
+    planned = parts.plan()
+    assert planned is not None, "a step without rows"
+    return planned
+
+
+def workspace_bytes(*, heads: int, kv_heads: int, head_dim: int, multiprocessors: int, fixed_rows: int = 0) -> int:
     """What partial results of one call can need on a device with so many multiprocessors.
 
     A call whose keys are split makes at most two pieces of work for each multiprocessor over all key heads, and each
     keeps a tile of float32 results and their log-sum-exp (`PrefillPlan` in FlashInfer's scheduler.cuh). What is
     recommended holds the decode kernels' need many times over.
+
+    Args:
+        fixed_rows: the most rows of calls of fixed shapes. Those have room for a piece of each row, whatever the
+            split, in tiles for one row each (`PrefillSplitQOKVIndptr`; of 64 at least before Ampere).
     """
-    pieces = 2 * multiprocessors // kv_heads
-    return max(RECOMMENDED_WORKSPACE, heads * pieces * LARGEST_TILE * (head_dim + 1) * 4 + 64)
+    pieces, group = 2 * multiprocessors // kv_heads, heads // kv_heads
+    fixed = max(pieces, -(-fixed_rows * group // 16) + fixed_rows) * (64 if group <= 64 else LARGEST_TILE)
+    return max(RECOMMENDED_WORKSPACE, heads * max(pieces * LARGEST_TILE, fixed) * (head_dim + 1) * 4 + 64)
 
 
 class _Parts:

@@ -113,6 +113,13 @@ class Pools:
         self_kv: (self layers, K|V, pages * page_size, kv heads, dim). cross_kv: (cross layers, K|V, kv heads, slots,
         dim), keys rotated: the layout of an entry, so that attaching one is
             a copy and a unit's extent is a view.
+        spare_page, spare_slot: behind what the allocators hand out, for rows that are nobody's; None if there are none.
+            The page is written by them and read by nobody else. The slot stays zero, so that attention over it alone
+            is zero.
+
+    Args:
+        pages, slots: what the allocators hand out.
+        spare: makes room for rows that are nobody's.
     """
 
     def __init__(
@@ -127,8 +134,15 @@ class Pools:
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
+        spare: bool = False,
     ) -> None:
-        rows = pages * page_size
+        self.spare_page = pages if spare else None
+        self.spare_slot = slots if spare else None
+        rows = (pages + spare) * page_size
+        slots += spare
         self.page_size = page_size
         self.self_kv: Tensor = torch.empty(self_layers, 2, rows, kv_heads, head_dim, device=device, dtype=dtype)
         self.cross_kv: Tensor = torch.empty(cross_layers, 2, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        if spare:  # finite before anything is written: what weighs nothing must not be NaN either
+            self.self_kv[:, :, pages * page_size :].zero_()
+            self.cross_kv[:, :, :, -1].zero_()

@@ -68,11 +68,13 @@ def case(
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    spare: bool = False,
 ) -> Case:
     """A step over those sequences.
 
     Args:
         videos: the vision tokens of each unit of each video.
+        spare: the pools have room for rows that are nobody's, which stays as it is made.
     """
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -92,13 +94,15 @@ def case(
         head_dim=head_dim,
         device=torch.device(device),
         dtype=dtype,
+        spare=spare,
     )
-    pools.self_kv.fill_(torch.nan)
-    pools.cross_kv.fill_(torch.nan)
+    count = pools.self_kv.shape[2] // page_size - spare
+    pools.self_kv[:, :, : count * page_size].fill_(torch.nan)
+    pools.cross_kv[:, :, :, : total + 5].fill_(torch.nan)
 
     seen_of = {video: draw(LAYERS, 2, kv_heads, sum(units), head_dim) for video, units in videos.items()}
     extents_of = _scatter(videos, pools, seen_of, rng)
-    pages = rng.permutation(pools.self_kv.shape[2] // page_size).tolist()
+    pages = rng.permutation(count).tolist()
     parts, q, k, v, own, crossed = [], [], [], [], [], []
     for one, count in zip(sequences, pages_each, strict=True):
         held, pages = pages[:count], pages[count:]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.choose import AttentionName
-from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.chat_template import Slot
 from chiasm.models.registry import Model
+from decoder_service.computing import attends
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.sequence import DecodeSequence, SizedSlot
 from tests.checkpoints_tiny import config, write
@@ -43,7 +43,7 @@ def run(model: Model, attention: AttentionName) -> list[Tensor]:
         rows = min(5, len(long.timeline) - long.computed)
         out.append(engine.step([Work(long, rows, "all"), Work(short, 1, "all")]))
     out.append(engine.step([Work(short, 1, "all")]))
-    assert isinstance(engine._attention, FlashInferAttention) == (attention == "flashinfer")
+    assert attends(half, attention) == attention
     return [logits.cpu() for step in out for logits in step]
 
 

@@ -1,0 +1,72 @@
+"""How a decoder computes its steps, put together in one place: attention, graphs, compilation."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from chiasm.attention.choose import AttentionName, choose, make
+from chiasm.attention.flashinfer_backend import FlashInferAttention
+from chiasm.attention.pages import Pools
+from chiasm.models.family import DecoderHalf
+from chiasm.settings import SettingsError
+from decoder_service.compiled import Compiled
+from decoder_service.forward import EagerForward, Forward
+from decoder_service.graphs import CudaDevice, GraphForward
+
+
+class MakeForward(Protocol):
+    """What makes a decoder's forward over its pools."""
+
+    def __call__(
+        self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+    ) -> Forward: ...
+
+
+def make_forward(
+    half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+) -> Forward:
+    """The forward over a decoder's pools.
+
+    Args:
+        attention: raises SettingsError for `flashinfer` where that cannot serve.
+        graph_rows: the most rows of a step that is replayed as a CUDA graph, with FlashInfer's kernels; 0 for none.
+            The torch backend is never captured: its plan decides on the host which tensors of which shapes there are.
+        compiled: torch compiles all but the attention, eager steps and graphs alike.
+    """
+    compute = Compiled(half) if compiled else half.forward
+    chosen = make(attention, pools, heads=half.heads, fixed_rows=graph_rows)
+    eager = EagerForward(half.device, compute, chosen)
+    if not graph_rows or not isinstance(chosen, FlashInferAttention):
+        return eager
+    return GraphForward(half, compute, eager, chosen.fixed(graph_rows), CudaDevice(half.device))
+
+
+def attends(half: DecoderHalf, attention: AttentionName) -> Literal["torch", "flashinfer"]:
+    """Whose kernels attend in a decoder. Raises as `choose`."""
+    return choose(
+        attention,
+        heads=half.heads,
+        kv_heads=half.kv_heads,
+        head_dim=half.head_dim,
+        device=half.device,
+        dtype=half.dtype,
+    )
+
+
+def captured_rows(asked: bool | None, rows: int, kernels: Literal["torch", "flashinfer"]) -> int:
+    """The most rows of a step that is to be a CUDA graph; 0 for none.
+
+    Args:
+        asked: None for graphs where they can be.
+        rows: what it is where there are graphs.
+        kernels: whose attend.
+
+    Raises SettingsError for graphs that are asked for where they cannot be.
+    """
+    if asked and kernels != "flashinfer":
+        raise SettingsError(
+            "CUDA graphs are of FlashInfer's kernels, and torch's attend here",
+            "--cuda-graphs",
+            "--attention flashinfer says why; without --cuda-graphs there are graphs where there can be",
+        )
+    return 0 if asked is False or kernels != "flashinfer" else rows
