@@ -17,6 +17,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import LaidUnit
 from decoder_service.detokenizer import Detokenizer, NamesControl
+from decoder_service.guide import Guide
 from decoder_service.model import DecoderModel
 from decoder_service.options import read_options
 from decoder_service.penalties import Ids, Seen
@@ -44,6 +45,7 @@ class Answer:
         self._control = {} if self._options.skip_special_tokens else _control_bytes(model)
         self._detokenizer = Detokenizer()
         self._stops = StopStrings(self._options.stop)
+        self._guide: Guide | None = None
         self._out: list[dpb.DecodeResponse] = []
         self._prompt_rows = 0
         self._limit = 0  # tokens of the answer at most
@@ -55,6 +57,21 @@ class Answer:
         self._begun = 0.0  # when it was admitted and when its first token was drawn, by the monotonic clock
         self._first = 0.0
         self.finished = False
+
+    async def read_guide(self) -> None:
+        """Compiles what the answer must keep to, if there is anything. Comes before the first draw.
+
+        Raises Unsupported for a timeline that grows while it answers, and as `Guides.start` does.
+        """
+        if self._options.language is None:
+            return
+        if self._live:
+            field = self._options.language.kind
+            raise Unsupported(
+                "FEATURE_DISABLED", f"{field} is not served while a timeline grows", facts={"field": "guide"}
+            )
+        ends = [token for token in self._stop_ids if not self._model.token_bytes(token)]
+        self._guide = await self._model.guides.start(self._options.language, ends)
 
     @property
     def may_draw(self) -> bool:
@@ -97,6 +114,7 @@ class Answer:
             index=self._drawn,
             banned=self._banned_early if early else self._banned,
             seen=self._history,
+            guide=None if self._guide is None else self._guide.fill,
         )
 
     def _read_rows(self) -> None:
@@ -118,6 +136,8 @@ class Answer:
         self._read += 1
         if self._options.drawing.penalised:
             self._history.add(token)
+        if self._guide is not None:
+            self._guide.accept(token)
         self._drawn += 1
         text = self._detokenizer.push(self._control.get(token) or self._model.token_bytes(token))
         told = self._stops.push(text, may_end=self._may_end)
@@ -133,7 +153,8 @@ class Answer:
         if self._live and token == self._model.silence_id:
             self._silent = True
             self._tell(silence=pb.Silence(attempt=self._open.attempt, index=self._drawn - 1))
-        if self._stops.found is not None or token in self._stop_ids:
+        guided_out = self._guide is not None and self._guide.ended
+        if self._stops.found is not None or token in self._stop_ids or guided_out:
             self._finish(pb.FINISH_REASON_STOP)
         elif self._drawn == self._limit or timeline.counter >= self._model.context_limit:
             self._finish(pb.FINISH_REASON_LENGTH)

@@ -97,8 +97,10 @@ class Decoding:
             giving_back.result()
 
     async def _read_prompt(self) -> None:
-        """Reads and lays the prompt, in threads: it may take seconds, and everybody else's stream would stand still."""
+        """Compiles the guide, reads and lays the prompt, in threads: it may take seconds, and everybody else's stream
+        would stand still."""
         model, prompt = self._model, self._open.prompt
+        await self._answer.read_guide()
         size = convert.text_bytes(prompt)
         self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
         convert.check_slots(self._prompt.pieces, self._open.slots)

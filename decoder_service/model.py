@@ -19,6 +19,7 @@ from chiasm.models.family import Prompt
 from chiasm.timeline import UnitName
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
+from decoder_service.guide import Guides
 from decoder_service.holdings import Room
 from decoder_service.prefix import domain_of
 from decoder_service.sampler import Draw, draw_rows
@@ -71,6 +72,7 @@ class DecoderModel:
         self.text_capacity = engine.pages.total * engine.pages.page_size
         self.limits = Limits(self.context_limit, self.text_capacity, engine.extents.total)
         self.silence_id = prompt.silence_id
+        self.guides = Guides(prompt, self.vocabulary)
         self.scheduler: Scheduler[DecodeSequence, Draw] = Scheduler(self._step, max_rows=max_rows)
         self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
