@@ -88,9 +88,8 @@ def to_grammar(language: Language) -> str:
 
     (text, *_) = language.text
     if language.kind == "json_schema":
-        _check_json(language)
         try:
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema(_schema(language), overrides=_JSON)
         except ValueError as error:  # Python's reader of JSON takes more
             raise explained(language, str(error)) from None
     if language.kind == "regex":
@@ -119,7 +118,8 @@ def explained(language: Language, words: str) -> InvalidRequest:
     return language.refused("cannot be followed: it is not valid")
 
 
-def _check_json(language: Language) -> None:
+def _schema(language: Language) -> str:
+    """Its text, an object of JSON."""
     try:
         schema = json.loads(language.text[0])
     except json.JSONDecodeError as error:
@@ -127,8 +127,11 @@ def _check_json(language: Language) -> None:
         raise language.refused(f"is no JSON at {where}", {"line": error.lineno, "column": error.colno}) from None
     except (ValueError, RecursionError):  # a number of thousands of digits, or thousands of brackets
         raise language.refused("is too large or too deep to be followed") from None
+    if schema is False:
+        raise language.refused("allows no answer")
     if not isinstance(schema, dict | bool):
         raise language.refused("is no object")
+    return language.text[0] if isinstance(schema, dict) else "{}"
 
 
 def _literally(string: str) -> str:

@@ -15,7 +15,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from decoder_service.options import Options, read_options
 from tests.decoder_service.halves import CLOSE, Halves, Told, halves
 
-UNBUILT = {"n": 2, "guide": pb.Guide(regex="a+")}
+UNBUILT = {"n": 2}
 
 
 def read(**options: Any) -> Options:
@@ -87,6 +87,7 @@ async def test_every_option_of_the_wire_is_served_or_refused_by_name() -> None:
         "banned_token_ids": [1],
         "ignore_eos": True,
         "skip_special_tokens": False,
+        "guide": pb.Guide(regex="a+"),
     }
     async with halves() as system:
         for field in pb.SamplingParams.DESCRIPTOR.fields:
