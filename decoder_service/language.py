@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["json_schema", "regex", "grammar", "choice"]
 
 _JSON: Final[JsonCompileOptions] = {
-    # Between two tokens of JSON. Unbounded, it is where a model that has nothing more to say goes on for ever.
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}",
+    # Between two tokens of JSON: a space as on one line, or a new line and its indentation. Unbounded, it is where a
+    # model that has nothing more to say goes on for ever.
+    "whitespace_pattern": r"(?: |\n(?: {0,32}|\t{0,8}))?",
     # What is not understood is refused, whatever the schema itself says in `x-guidance`.
     "lenient": False,
     "coerce_one_of": False,
