@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -142,13 +143,13 @@ def draw_rows(logits_rv: Tensor, draws: Sequence[Draw]) -> list[Drawn | ServerEr
     return outcomes
 
 
-def _guided(draws: Sequence[Draw], vocabulary: int) -> tuple[list[int], Tensor]:
+def _guided(draws: Sequence[Draw], vocabulary: int) -> tuple[list[int], npt.NDArray[np.uint8]]:
     """The rows that have a guide, and for each of them the bits of the tokens that it allows."""
     guides = [(row, draw.guide) for row, draw in enumerate(draws) if draw.guide is not None]
     bits_gb = np.zeros((len(guides), -(-vocabulary // 8)), dtype=np.uint8)
     for (_, guide), bits in zip(guides, bits_gb, strict=True):
         guide(bits)
-    return [row for row, _ in guides], torch.from_numpy(bits_gb)
+    return [row for row, _ in guides], bits_gb
 
 
 def _finite(logits_rv: Tensor) -> Tensor:

@@ -155,6 +155,7 @@ GRAMMARS: list[tuple[str, list[str], list[str]]] = [
     ('root ::= "ab" "cd" | "abc" "e"', ["abcd", "abce"], ["abc"]),
     ('root ::= x "b"\nx ::= [a-z]+ .?', ["ab", "abb", "bb", "b\nb"], ["b", "a"]),
     ('root ::= "(" root ")" | [0-9]+ ("." [0-9]+)?', ["((12.5))", "7"], ["(1", ")"]),
+    ('root ::= "a" [a-z]* "b" | "(" root ")"', ["ab", "(axyb)", "((abb))"], ["(ax)", "a(b)"]),
     ('root ::= term (("+" | "-") term)*\nterm ::= "x" | "(" root ")"', ["x", "x+x-(x+x)"], ["x+"]),
     ('root ::= "\\"\\\\[]{}()/|*+?.^$#" "\\t\\n\\r"', ['"\\[]{}()/|*+?.^$#\t\n\r'], [""]),
 ]

@@ -151,6 +151,12 @@ async def test_a_guide_goes_with_the_other_ways_to_end() -> None:
         (c,) = system.decoder.prompt.text("c")
         by_token = await answer(system, guide=pb.Guide(regex="abcdef"), stop_token_ids=[c])
         assert by_token.text == b"abc" and ended(by_token)
+        (x,) = system.decoder.prompt.text("x")
+        bias = [pb.LogitBias(token_id=x, bias=1000)]
+        never = await answer(
+            system, guide=pb.Guide(regex="(ab){1,3}"), stop_token_ids=[x], logit_bias=bias, ignore_eos=True
+        )
+        assert never.text == b"ababab", "a token with a text is no end where the guide does not allow that text"
         spoken = system.decoder.prompt.stop_ids | {system.decoder.prompt.silence_id}
         other = sorted(token for token in spoken if token not in system.decoder.prompt.stop_ids and token is not None)
         own = [pb.LogitBias(token_id=token, bias=1000) for token in other]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chiasm.errors import ServerError
-from decoder_service.masks import Bits
+from decoder_service.masks import Bits, banned, banned_on
 from decoder_service.penalties import Bias, Penalties, Seen
 from decoder_service.sampler import MOST_LOGPROBS, Draw, Drawing, Drawn, draw, draw_rows
 from decoder_service.truncation import Truncation
@@ -247,8 +247,16 @@ def test_a_guide_that_allows_nothing_fails_its_row_and_others_draw_as_alone(draw
     first, failed, guided, last = draw_rows(logits.clone(), draws)
     assert isinstance(failed, ServerError) and failed.reason == "NONFINITE"
     assert [first, guided, last] == [alone[0], 7, alone[3]]
-    banned = replace(draws[2], banned=np.array([7]))
-    assert isinstance(draw_rows(logits, [banned, banned, draws[0], draws[0]])[0], ServerError)
+    neither = replace(draws[2], banned=np.array([7]))
+    assert isinstance(draw_rows(logits, [neither, neither, draws[0], draws[0]])[0], ServerError)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 8, 447, 1000])
+def test_bits_mean_the_same_on_every_device(vocabulary: int) -> None:
+    bits = np.random.default_rng(vocabulary).integers(0, 256, (3, -(-vocabulary // 8)), dtype=np.uint8)
+    expected = [[not bits[row, token // 8] >> token % 8 & 1 for token in range(vocabulary)] for row in range(3)]
+    assert banned(bits, vocabulary).tolist() == expected
+    assert banned_on(torch.device("cpu"), bits, vocabulary).tolist() == expected
 
 
 def _nothing(bits: Bits) -> None:
