@@ -29,7 +29,7 @@ def prompt() -> Prompt:
 
 
 def guides() -> Guides:
-    return Guides(prompt(), VOCABULARY)
+    return Guides(prompt(), VOCABULARY, seconds=120.0)  # what is refused here is refused for its size
 
 
 def started(kind: Kind, *text: str, of: Guides | None = None) -> Guide:
