@@ -176,7 +176,7 @@ async def test_what_bans_leave_nothing_of_fails_and_disturbs_nobody() -> None:
         assert isinstance(error, ServerError) and error.reason == "NONFINITE"
 
 
-async def test_a_guide_that_becomes_too_much_fails_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_guide_that_becomes_too_much_fails_its_own_answer_alone() -> None:
     async with halves() as system:
         free = await answer(system, max_tokens=12, ignore_eos=True)
         # Behind as many words as are looked at beforehand.
