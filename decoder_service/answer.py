@@ -81,6 +81,21 @@ class Answer:
         self._ended = 0.0
         self.finished = False
 
+    async def read_guide(self) -> None:
+        """Compiles what the answer must keep to, if there is anything. Comes before the first draw.
+
+        Raises Unsupported for a timeline that grows while it answers, and as `Guides.start` does.
+        """
+        if self._options.language is None:
+            return
+        if self._live:
+            field = self._options.language.kind
+            raise Unsupported(
+                "FEATURE_DISABLED", f"{field} is not served while a timeline grows", facts={"field": "guide"}
+            )
+        ends = [token for token in self._stop_ids if not self._model.token_bytes(token)]
+        self.drawer.guide = await self._model.guides.start(self._options.language, ends)
+
     @property
     def may_draw(self) -> bool:
         """A token may follow the last row laid, as far as the answer is concerned."""
@@ -142,7 +157,7 @@ class Answer:
         if self._live and token == self._model.silence_id:
             self._silent = True
             self._tell(silence=pb.Silence(sequence=self._number, attempt=self._open.attempt, index=self.told - 1))
-        if self._strings.found is not None or token in self._stop_ids:
+        if self._strings.found is not None or token in self._stop_ids or token.ends:
             self._finish(pb.FINISH_REASON_STOP)
         elif self.told == self._limit or position >= self._model.context_limit:
             self._finish(pb.FINISH_REASON_LENGTH)

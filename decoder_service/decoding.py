@@ -145,13 +145,16 @@ class Decoding:
         for number in range(1, self._options.n):
             branch = self._branch(self._sequence.fork(), number)
             self._branches.append(branch)
+            await branch.answer.read_guide()
             branch.units.lost()
             branch.answer.close()
             branch.enter(self._room)
 
     async def _read_prompt(self) -> None:
-        """Reads and lays the prompt, in threads: it may take seconds, and everybody else's stream would stand still."""
+        """Compiles the guide, reads and lays the prompt, in threads: it may take seconds, and everybody else's stream
+        would stand still."""
         model, prompt = self._model, self._open.prompt
+        await self._first.answer.read_guide()
         size = convert.text_bytes(prompt)
         self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
         convert.check_slots(self._prompt.pieces, self._open.slots)

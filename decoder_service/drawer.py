@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from decoder_service.guide import Guide
 from decoder_service.options import Options
 from decoder_service.penalties import Ids, Seen
-from decoder_service.sampler import Draw
+from decoder_service.sampler import Draw, Drawn
 from decoder_service.sequence import DecodeSequence
 
 
@@ -26,6 +27,7 @@ class Drawer:
 
     Attributes:
         drawn: tokens so far.
+        guide: which tokens may come; None lets all come.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Drawer:
         stops: Iterable[int] = (),
     ) -> None:
         self.drawn = 0
+        self.guide: Guide | None = None
         self._sequence = sequence
         self._options = options
         self._number = number
@@ -56,10 +59,14 @@ class Drawer:
             sequence=self._number,
             banned=self._banned_early if early else self._banned,
             seen=self._history,
+            guide=None if self.guide is None else self.guide.fill,
         )
 
-    def drew(self, token: int) -> None:
-        """Lays the token that was drawn."""
+    def drew(self, token: Drawn) -> None:
+        """Lays the token that was drawn. Raises as `Guide.accept` does."""
+        if self.guide is not None:
+            self.guide.accept(token)
+            token.ends = self.guide.ended
         self._sequence.timeline.append_token(token)
         self._read += 1
         if self._options.drawing.penalised:

@@ -18,9 +18,10 @@ from chiasm.timeline import UnitName
 from decoder_service.drawer import Drawer
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
+from decoder_service.guide import Guides
 from decoder_service.prefix import domain_of
 from decoder_service.room import Room
-from decoder_service.sampler import Draw, draw_rows
+from decoder_service.sampler import Draw, Drawn, draw_rows
 from decoder_service.scheduler import Scheduler
 from decoder_service.seats import Outcome, Plan, Seat
 from decoder_service.sequence import DecodeSequence
@@ -86,6 +87,7 @@ class DecoderModel:
         self.text_capacity = engine.pages.total * engine.pages.page_size
         self.limits = Limits(self.context_limit, self.text_capacity, engine.extents.total)
         self.silence_id = prompt.silence_id
+        self.guides = Guides(prompt, self.vocabulary)
         self.scheduler: Scheduler[DecodeSequence] = Scheduler(
             engine.holdings, max_rows=max_rows, max_units=max_units, max_running=max_running
         )
@@ -122,10 +124,10 @@ class DecoderModel:
         pool = self._large_texts if size > LARGE_TEXT else None
         return await asyncio.get_running_loop().run_in_executor(pool, lambda: function(*args, **kwargs))
 
-    async def _step(self, plan: Plan[DecodeSequence]) -> Result:
+    async def _step(self, plan: Plan[DecodeSequence]) -> Result[DecodeSequence]:
         return await self.run(self._compute, plan)
 
-    def _compute(self, plan: Plan[DecodeSequence]) -> Result:
+    def _compute(self, plan: Plan[DecodeSequence]) -> Result[DecodeSequence]:
         """In the device's thread. A fault of one is its own, whoever it runs with."""
         units = [_error_of(unit.work) for unit in plan.units]
         asked = [_Asked(seat, 1, self._drawers[seat.sequence]) for seat in plan.singles]
@@ -138,7 +140,12 @@ class DecoderModel:
             for one, outcome in zip(asked, outcomes, strict=True):
                 if isinstance(outcome, Exception):
                     self.engine.holdings.forget(one.seat.sequence)  # nobody shares what led to that
-        return Result(units, outcomes, failed)
+        ended = [
+            one.seat
+            for one, outcome in zip(asked, outcomes, strict=True)
+            if isinstance(outcome, Drawn) and outcome.ends
+        ]
+        return Result(units, outcomes, failed, ended)
 
     def _computed(self, asked: Sequence[_Asked]) -> list[Outcome]:
         if not asked:
@@ -153,10 +160,7 @@ class DecoderModel:
         drawn = iter(_drawn([row for row, _ in drawing], [drawer.next() for _, drawer in drawing]))
         outcomes: list[Outcome] = []
         for one in asked:
-            outcome = next(drawn) if one.drawer is not None else None
-            if one.drawer is not None and isinstance(outcome, int):
-                one.drawer.drew(outcome)
-            outcomes.append(outcome)
+            outcomes.append(None if one.drawer is None else _drew(one.drawer, next(drawn)))
         return outcomes
 
     def check_fits(self, *, text: int, visual: int) -> None:
@@ -269,6 +273,16 @@ class DecoderModel:
         await self.stepping.close()
         await asyncio.to_thread(self._device.shutdown)
         await asyncio.to_thread(self._large_texts.shutdown, cancel_futures=True)
+
+
+def _drew(drawer: Drawer, outcome: Outcome) -> Outcome:
+    """Lays what was drawn, if it was; what went wrong with that is the sequence's own."""
+    if isinstance(outcome, Drawn):
+        try:
+            drawer.drew(outcome)
+        except Exception as error:
+            return error
+    return outcome
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chiasm.errors import InvalidRequest, Unsupported
+from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
+from decoder_service.language import Language, read_guide
 from decoder_service.penalties import Bias, Penalties
 from decoder_service.sampler import MOST_LOGPROBS, Drawing
 from decoder_service.truncation import Truncation
@@ -44,6 +45,7 @@ class Options:
         stop: strings that end it and are no part of it.
         stop_ids, banned_ids: beside the checkpoint's own.
         skip_special_tokens: control tokens have no text.
+        language: what it must keep to; None for none.
     """
 
     drawing: Drawing
@@ -55,12 +57,11 @@ class Options:
     banned_ids: frozenset[int]
     ignore_eos: bool
     skip_special_tokens: bool
+    language: Language | None
 
 
 def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Options:
     """Raises InvalidRequest for a value out of range, Unsupported for an option that is not built."""
-    if sampling.HasField("guide"):
-        raise Unsupported("FEATURE_DISABLED", "sampling.guide is not served", facts={"field": "guide"})
     for name, (low, high, allowed) in _RANGES.items():
         value = getattr(sampling, name)
         # Written so that NaN, which compares false with everything, is refused.
@@ -97,6 +98,7 @@ def read_options(sampling: pb.SamplingParams, seed: int, vocabulary: int) -> Opt
         banned_ids=frozenset(sampling.banned_token_ids),
         ignore_eos=sampling.ignore_eos,
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+        language=read_guide(sampling.guide) if sampling.HasField("guide") else None,
     )
 
 

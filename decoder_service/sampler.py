@@ -1,21 +1,23 @@
 """Logits to tokens, for all rows of a batch at once.
 
 Each row is drawn as it would be alone. The order is that of vLLM's sampler (the docstring of `vllm.v1.sample.Sampler`):
-bans, biases, penalties, temperature, min-p, top-k, top-p, and the draw. It knows no text, and no request beyond what a
-`Draw` says.
+guides and bans, biases, penalties, temperature, min-p, top-k, top-p, and the draw. It knows no text, and no request
+beyond what a `Draw` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from chiasm.errors import ServerError
+from decoder_service.masks import Bits, keep
 from decoder_service.noise import Place, gumbel, gumbel_at
 from decoder_service.penalties import NO_BIAS, NO_IDS, NO_PENALTIES, Bias, Ids, Penalties, Seen, ban, bias, penalise
 from decoder_service.truncation import KEEP_ALL, Truncation, least
@@ -68,6 +70,7 @@ class Draw:
         index: in the output of its sequence.
         banned: ids that are not drawn here.
         seen: what was said before, for penalties.
+        guide: fills in the bits of those that may be drawn here; without one, all may.
     """
 
     drawing: Drawing
@@ -75,6 +78,7 @@ class Draw:
     sequence: int = 0
     banned: Ids = field(default_factory=lambda: NO_IDS)
     seen: Seen = _NOTHING_SEEN
+    guide: Callable[[Bits], None] | None = None
 
     @property
     def place(self) -> Place:
@@ -90,9 +94,11 @@ class Logprobs(NamedTuple):
 
 
 class Drawn(int):
-    """The id of a token that was drawn. Those who only count tokens need not know that it may have `logprobs`."""
+    """The id of a token that was drawn. Those who only count tokens need not know that it may have `logprobs`, and that
+    it `ends` an answer behind which nothing may come."""
 
     logprobs: Logprobs | None = None
+    ends: bool = False
 
 
 def draw(logits_v: Tensor, drawing: Drawing, *, index: int, banned: Iterable[int] = (), sequence: int = 0) -> Drawn:
@@ -107,13 +113,17 @@ def draw(logits_v: Tensor, drawing: Drawing, *, index: int, banned: Iterable[int
 def draw_rows(logits_rv: Tensor, draws: Sequence[Draw]) -> list[Drawn | ServerError]:
     """One token for each row.
 
-    Returns for a row ServerError NONFINITE if a logit is NaN or infinite, or nothing is left to draw.
+    Returns for a row ServerError NONFINITE if a logit is NaN or infinite, or nothing is left to draw. Raises what a
+    guide raises.
 
     Args:
         logits_rv: (rows, vocabulary) floats. They are changed.
     """
+    # Before anything waits for the device: it computes the logits meanwhile.
+    guided = _guided(draws, logits_rv.shape[1])
     finite = _finite(logits_rv)
     # Nothing that follows makes minus infinity more.
+    keep(logits_rv, *guided)
     ban(logits_rv, [draw.banned for draw in draws])
     largest, ids = logits_rv.max(1)
     told: dict[int, Logprobs] = {}
@@ -133,6 +143,15 @@ def draw_rows(logits_rv: Tensor, draws: Sequence[Draw]) -> list[Drawn | ServerEr
             drawn.logprobs = told.get(row)
             outcomes.append(drawn)
     return outcomes
+
+
+def _guided(draws: Sequence[Draw], vocabulary: int) -> tuple[list[int], npt.NDArray[np.uint8]]:
+    """The rows that have a guide, and for each of them the bits of the tokens that it allows."""
+    guides = [(row, draw.guide) for row, draw in enumerate(draws) if draw.guide is not None]
+    bits_gb = np.zeros((len(guides), -(-vocabulary // 8)), dtype=np.uint8)
+    for (_, guide), bits in zip(guides, bits_gb, strict=True):
+        guide(bits)
+    return [row for row, _ in guides], bits_gb
 
 
 def _finite(logits_rv: Tensor) -> Tensor:

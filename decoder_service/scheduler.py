@@ -16,7 +16,7 @@ means it does not know beyond whether it ends a sequence. Nothing here waits: `d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -237,27 +237,35 @@ class Scheduler(Generic[S]):
         self._planned = plan
         return plan
 
-    def done(self, plan: Plan[S], outcomes: Sequence[Outcome], *, failed: bool = False) -> None:
+    def done(
+        self,
+        plan: Plan[S],
+        outcomes: Sequence[Outcome],
+        *,
+        failed: bool = False,
+        ended: Collection[Seat[S]] = (),
+    ) -> None:
         """Notes what a step has come to.
 
         Args:
             outcomes: of the singles in order, then of the shares.
             failed: there is a failure among them.
+            ended: who draws no token behind this one, although it is none of its `stops`.
         """
         assert plan is self._planned, "another step is running"
         self._planned = None
         self.counts.steps += 1
         self.counts.rows += plan.rows
         singles, shares = outcomes[: len(plan.singles)], outcomes[len(plan.singles) :]
-        ended = []
+        ends = [*ended]
         for seat, token in zip(plan.singles, singles, strict=True):
             seat.fresh.append(token)
             if token in seat.stops:
-                ended.append(seat)
-        for seat in ended:
-            self.withdraw(seat)
+                ends.append(seat)
         for share, token in zip(plan.shares, shares, strict=True):
             self._done_share(share, token)
+        for seat in ends:
+            self.withdraw(seat)
         if failed:
             for seat, outcome in zip((*plan.singles, *(share.seat for share in plan.shares)), outcomes, strict=True):
                 if isinstance(outcome, Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple
 
@@ -19,18 +19,20 @@ from decoder_service.seats import Attach, Outcome, Plan, S, Seat
 _log = logging.getLogger(__name__)
 
 
-class Result(NamedTuple):
+class Result(NamedTuple, Generic[S]):
     """What a step came to.
 
     Attributes:
         units: of each, None if it was attached, or why not.
         outcomes: of the singles, then of the shares.
         failed: there is a failure among the outcomes.
+        ended: who draws no token behind the one drawn.
     """
 
     units: Sequence[Exception | None]
     outcomes: Sequence[Outcome]
     failed: bool
+    ended: Collection[Seat[S]]
 
 
 class Stepping(Generic[S]):
@@ -40,7 +42,7 @@ class Stepping(Generic[S]):
         compute: a step. It answers for each sequence, and does not raise.
     """
 
-    def __init__(self, scheduler: Scheduler[S], compute: Callable[[Plan[S]], Awaitable[Result]]) -> None:
+    def __init__(self, scheduler: Scheduler[S], compute: Callable[[Plan[S]], Awaitable[Result[S]]]) -> None:
         self.scheduler = scheduler
         self._compute = compute
         self._runner: asyncio.Task[None] | None = None
@@ -109,7 +111,7 @@ class Stepping(Generic[S]):
         while (plan := self.scheduler.plan()) is not None:
             self._done = asyncio.get_running_loop().create_future()
             result = await self._compute(plan)
-            self.scheduler.done(plan, result.outcomes, failed=result.failed)
+            self.scheduler.done(plan, result.outcomes, failed=result.failed, ended=result.ended)
             self._done.set_result(None)
             self._done = None
             for unit, error in zip(plan.units, result.units, strict=True):

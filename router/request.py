@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from chiasm.errors import InvalidRequest, NotFound, PermissionDenied, Unsupported
-from chiasm.rpc.limits import LISTED_FRAMES, TEXT_BYTES
+from chiasm.rpc.limits import GUIDE_BYTES, GUIDE_CHOICES, LISTED_FRAMES, TEXT_BYTES
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 
@@ -89,6 +89,7 @@ def _check_counts(request: rpb.GenerateRequest | rpb.EstimateRequest) -> None:
     if isinstance(request, rpb.GenerateRequest):
         for name, limit in _LISTS.items():
             _check_count(f"sampling.{name}", len(getattr(request.sampling, name)), limit)
+        _check_count("choices", len(request.sampling.guide.choice.choices), GUIDE_CHOICES, "choice")
 
 
 def _check_count(what: str, count: int, limit: int, item: str | None = None) -> None:
@@ -221,6 +222,18 @@ def _check_sampling(sampling: pb.SamplingParams) -> None:
     for i, entry in enumerate(sampling.logit_bias):
         if not math.isfinite(entry.bias):
             raise InvalidRequest.out_of_range(f"logit_bias[{i}]", entry.bias, "finite", f"logit_bias[{i}]")
+    if sampling.HasField("guide"):
+        _check_guide(sampling.guide)
+
+
+def _check_guide(guide: pb.Guide) -> None:
+    """What it says is the decoder's to read; here it is only not too much."""
+    which = guide.WhichOneof("guide")
+    if which is None:
+        raise InvalidRequest("FIELD_MISSING", "the guide says nothing", item="guide", facts={"field": "guide"})
+    size = guide.ByteSize()
+    if size > 2 * GUIDE_BYTES:
+        raise InvalidRequest.out_of_range(which, size, f"at most {GUIDE_BYTES} bytes", which)
 
 
 def _no_unknown_fields(message: Message, path: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
 
 from chiasm.errors import InvalidRequest
-from chiasm.rpc.limits import MAX_SECONDS
+from chiasm.rpc.limits import GUIDE_BYTES, GUIDE_CHOICES, MAX_SECONDS
 
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
@@ -138,3 +139,49 @@ def logit_bias(values: Mapping[int, float] | Iterable[tuple[int, float]]) -> tup
     for token, value in given:
         number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
     return given
+
+
+def guide(name: str, value: str | None) -> str | None:
+    """`value` as it is. Raises InvalidRequest FIELD_OUT_OF_RANGE for one that is too large, TypeError for what is no
+    text."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a string, not {type(value).__name__}")
+    _guide_size(name, [value])
+    return value
+
+
+def json_schema(value: str | Mapping[str, object] | None) -> str | None:
+    """A JSON schema as text. Raises as `guide`, and TypeError for a mapping that JSON cannot write."""
+    if isinstance(value, Mapping):
+        try:
+            value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"json_schema is a JSON schema as a dict or a string: {error}") from None
+    elif not isinstance(value, str | None):
+        raise TypeError(f"json_schema is a JSON schema as a dict or a string, not {type(value).__name__}")
+    return guide("json_schema", value)
+
+
+def choice(values: Iterable[str]) -> tuple[str, ...]:
+    """Strings. Raises InvalidRequest FIELD_OUT_OF_RANGE for too many, an empty one and for too much in all, TypeError
+    for what is no text."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"choice is a sequence of strings, not {type(values).__name__}")
+    given = tuple(values)
+    if len(given) > GUIDE_CHOICES:
+        raise InvalidRequest.out_of_range("choice", len(given), f"at most {GUIDE_CHOICES} strings")
+    for index, string in enumerate(given):
+        if not isinstance(string, str):
+            raise TypeError(f"choice[{index}] is a {type(string).__name__}, not a string")
+        if not string:
+            raise InvalidRequest.out_of_range(f"choice[{index}]", string, "a string that is not empty")
+    _guide_size("choice", given)
+    return given
+
+
+def _guide_size(name: str, strings: Iterable[str]) -> None:
+    size = sum(len(string.encode("utf-8", "surrogatepass")) for string in strings)
+    if size > GUIDE_BYTES:
+        raise InvalidRequest.out_of_range(name, size, f"at most {GUIDE_BYTES} bytes")

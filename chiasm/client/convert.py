@@ -284,3 +284,16 @@ def _sampling(message: pb.SamplingParams, params: SamplingParams, max_tokens: in
         message.ignore_eos = True
     if not params.skip_special_tokens:
         message.skip_special_tokens = False
+    _guide(message, params)
+
+
+def _guide(message: pb.SamplingParams, params: SamplingParams) -> None:
+    for name in ("json_schema", "regex", "grammar"):
+        text = getattr(params, name)
+        if text is not None:
+            _check_text(text, name)
+            setattr(message.guide, name, text)
+    for string in params.choice:
+        _check_text(string, "choice")
+    if params.choice:
+        message.guide.choice.choices.extend(params.choice)

@@ -93,8 +93,14 @@ class SamplingParams:
         banned_token_ids: are never drawn.
         ignore_eos: draws on beyond the checkpoint's own end tokens.
         skip_special_tokens: leaves control tokens out of the text. Their ids come all the same.
+        json_schema: the answer is JSON that is valid against this schema, a dict or its text.
+        regex: the whole answer matches this regular expression (of Rust's `regex`; no look-around).
+        grammar: the answer is of this context-free grammar, in the EBNF of llama.cpp, from its rule `root` on.
+        choice: the answer is one of these strings.
+            Of the four, one at most is taken, up to 64 KiB.
 
-    Raises InvalidRequest FIELD_OUT_OF_RANGE, also for NaN; TypeError for what is no number.
+    Raises InvalidRequest FIELD_OUT_OF_RANGE, also for NaN, and SAMPLING_CONFLICT; TypeError for what is no number or no
+    text.
     """
 
     _: KW_ONLY
@@ -115,6 +121,10 @@ class SamplingParams:
     banned_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    json_schema: str | Mapping[str, object] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, low, high in _NUMBERS:
@@ -131,6 +141,16 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_guides()
+
+    def _check_guides(self) -> None:
+        object.__setattr__(self, "json_schema", checks.json_schema(self.json_schema))
+        for name in ("regex", "grammar"):
+            checks.guide(name, getattr(self, name))
+        object.__setattr__(self, "choice", checks.choice(self.choice))
+        said = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(self, name) not in (None, ())]
+        if len(said) > 1:
+            raise checks.conflict(f"{said[0]} and {said[1]} bound one answer; give one of them")
 
 
 def parts_of(content: Content) -> tuple[Part, ...]:

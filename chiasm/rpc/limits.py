@@ -33,6 +33,13 @@ TEXT_BYTES: Final = 4 * MIB
 """Bytes of the text of one prompt. It bounds the time that tokenising takes, which grows with the size, whatever the
 text is: 3 to 9 s of one core for so much of one letter, of spaces, of digits, of words, of Chinese or of emoji."""
 
+GUIDE_BYTES: Final = 64 * 1024
+"""Bytes of a guide: of its schema, its expression, its grammar, or of all its choices. It bounds what compiling one
+takes, and how deep one can lead into itself."""
+
+GUIDE_CHOICES: Final = 1024
+"""Choices of one guide."""
+
 LISTED_FRAMES: Final = 4096
 """Frames of one list, and times that one video's frames are named by."""
 

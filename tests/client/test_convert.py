@@ -113,8 +113,31 @@ def test_every_option_of_sampling_reaches_the_wire() -> None:
     left_out = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} - {
         field.name for field, _ in sent.ListFields()
     }
-    assert left_out == {"n", "guide"}
+    assert left_out == {"n", "guide"}, "a guide is four options here"
     assert hash(sampling) == hash(replace(sampling, stop=("a", "bc")))
+
+
+@pytest.mark.parametrize(
+    ("option", "guide"),
+    [
+        ({"json_schema": {"type": "string", "const": "é"}}, pb.Guide(json_schema='{"type": "string", "const": "é"}')),
+        ({"json_schema": "{}"}, pb.Guide(json_schema="{}")),
+        ({"regex": "a+"}, pb.Guide(regex="a+")),
+        ({"grammar": 'root ::= "a"'}, pb.Guide(grammar='root ::= "a"')),
+        ({"choice": ["a", "bc"]}, pb.Guide(choice=pb.Choices(choices=["a", "bc"]))),
+    ],
+)
+def test_a_guide_reaches_the_wire(option: dict[str, Any], guide: pb.Guide) -> None:
+    sampling = SamplingParams(**option)
+    assert request_of("?", sampling=sampling).sampling == pb.SamplingParams(guide=guide)
+    assert hash(sampling) == hash(SamplingParams(**option))
+
+
+@pytest.mark.parametrize("option", [{"regex": "\ud800"}, {"choice": ["a", "\ud800"]}, {"json_schema": {"a": "\ud800"}}])
+def test_half_of_a_surrogate_pair_in_a_guide_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request_of("?", sampling=SamplingParams(**option))
+    assert (caught.value.reason, caught.value.item) == ("MALFORMED_REQUEST", next(iter(option)))
 
 
 def test_fewest_tokens_are_no_more_than_the_most_of_the_call() -> None:

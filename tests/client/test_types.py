@@ -63,6 +63,12 @@ def test_whole_numbers_out_of_range_are_refused(field: str, value: int) -> None:
         ("logit_bias", dict.fromkeys(range(1025), 1.0), "logit_bias"),
         ("logit_bias", [(5, 1.0), (5, 2.0)], "logit_bias"),
         ("logit_bias", {-1: 1.0}, "logit_bias[0]"),
+        ("regex", "a" * 65_537, "regex"),
+        ("grammar", "é" * 32_769, "grammar"),
+        ("json_schema", {"const": "a" * 65_536}, "json_schema"),
+        ("choice", ["a"] * 1025, "choice"),
+        ("choice", ["a", ""], "choice[1]"),
+        ("choice", ["a" * 40_000, "b" * 40_000], "choice"),
     ],
 )
 def test_options_of_sampling_out_of_range_are_refused_with_their_name(field: str, value: object, named: str) -> None:
@@ -73,6 +79,12 @@ def test_options_of_sampling_out_of_range_are_refused_with_their_name(field: str
 def test_fewest_tokens_are_no_more_than_the_most() -> None:
     error = refused(SamplingParams, min_tokens=4, max_tokens=3)
     assert (error.reason, error.facts["field"]) == ("FIELD_OUT_OF_RANGE", "min_tokens")
+
+
+def test_an_answer_has_one_guide() -> None:
+    error = refused(SamplingParams, regex="a", choice=["a"])
+    assert error.reason == "SAMPLING_CONFLICT" and "regex and choice" in error.message
+    assert SamplingParams(choice=[], regex=None) == SamplingParams()
 
 
 def test_one_stop_string_is_as_good_as_a_sequence() -> None:
@@ -130,9 +142,16 @@ def test_signatures_are_what_they_were() -> None:
         {"logit_bias": {"a": 1.0}},
         {"logit_bias": {5: "much"}},
         {"skip_special_tokens": 1},
+        {"regex": 3},
+        {"grammar": b"a"},
+        {"json_schema": ["a"]},
+        {"json_schema": {"a": {1, 2}}},
+        {"json_schema": {"a": NAN}},
+        {"choice": "abc"},
+        {"choice": [3]},
     ],
 )
-def test_what_is_no_number_is_a_type_error(options: dict[str, Any]) -> None:
+def test_what_is_no_number_or_no_text_is_a_type_error(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(options))):
         SamplingParams(**options)
 

@@ -335,18 +335,6 @@ async def test_b127_to_b133_what_is_out_of_range_is_refused_with_its_name(field:
     assert error.reason == "FIELD_OUT_OF_RANGE" and error.facts["field"] == field
 
 
-UNSERVED: dict[str, object] = {"guide": pb.Guide(regex="a+")}
-
-
-@pytest.mark.parametrize("field", UNSERVED)
-async def test_options_that_are_not_served_are_refused_by_name(field: str) -> None:
-    async with halves() as system:
-        opened = system.opened("Q")
-        opened.sampling.MergeFrom(pb.SamplingParams(**{field: UNSERVED[field]}))  # type: ignore[arg-type]
-        error = await refusal(system, opened)
-    assert isinstance(error, Unsupported) and error.facts == {"field": field}
-
-
 OPENINGS: dict[str, tuple[Callable[[dpb.DecodeOpen], object], str]] = {
     "seed": (lambda opened: opened.ClearField("seed"), "FIELD_MISSING"),
     "adapter": (lambda opened: setattr(opened, "adapter", "a"), "FEATURE_DISABLED"),

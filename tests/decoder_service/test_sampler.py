@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chiasm.errors import ServerError
+from decoder_service.masks import Bits, banned, banned_on
 from decoder_service.penalties import Bias, Penalties, Seen
 from decoder_service.sampler import MOST_LOGPROBS, Draw, Drawing, Drawn, draw, draw_rows
 from decoder_service.truncation import Truncation
@@ -32,6 +34,11 @@ def scaled(logits_v: Tensor, one: Draw) -> Floats:
     """The logits of one row after bans, biases, penalties and temperature, token by token."""
     logits = logits_v.double().numpy().copy()
     drawing = one.drawing
+    if one.guide is not None:
+        one.guide(bits := np.full(-(-len(logits) // 8), 0xAA, dtype=np.uint8))
+        for token in range(len(logits)):
+            if not bits[token // 8] >> token % 8 & 1:
+                logits[token] = -np.inf
     logits[one.banned] = -np.inf
     for token, value in zip(*drawing.bias, strict=True):
         logits[token] += value
@@ -99,7 +106,19 @@ def some_draw(rng: np.random.Generator, vocabulary: int) -> Draw:
         logprobs=[None, 0, 3, MOST_LOGPROBS][rng.integers(4)],
     )
     banned = rng.permutation(vocabulary)[: rng.integers(vocabulary)] if rng.random() < 0.5 else np.empty(0, np.int64)
-    return Draw(drawing, int(rng.integers(2**40)), int(rng.integers(16)), banned, seen)
+    allowed = np.append(rng.permutation(vocabulary)[: rng.integers(vocabulary)], rng.permutation(vocabulary)[:1])
+    guide = partial(fill, allowed, vocabulary) if rng.random() < 0.5 else None
+    if guide is not None:
+        banned = np.setdiff1d(banned, allowed[-1:])
+    return Draw(drawing, int(rng.integers(2**40)), int(rng.integers(16)), banned, seen, guide)
+
+
+def fill(allowed: npt.NDArray[np.int64], vocabulary: int, bits: Bits) -> None:
+    """Sets the bits of these tokens, and those that stand for none."""
+    whole = np.ones(len(bits) * 8, dtype=bool)
+    whole[:vocabulary] = False
+    whole[allowed] = True
+    bits[:] = np.packbits(whole, bitorder="little")
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from([1, 2, 17, 255, 256, 257, 400, 4500]))
@@ -217,6 +236,33 @@ def test_b133_where_every_token_is_banned_the_row_fails_and_others_go_on(vocabul
     assert isinstance(drawn, Drawn)
     with pytest.raises(ServerError):
         draw(torch.zeros(50), Drawing(), index=0, banned=range(50))
+
+
+@pytest.mark.parametrize("drawing", [Drawing(), Drawing(1.0, truncation=Truncation(top_p=0.5), logprobs=3)])
+def test_a_guide_that_allows_nothing_fails_its_row_and_others_draw_as_alone(drawing: Drawing) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    sevens = partial(fill, np.array([7]), 50)
+    alone = draw_rows(logits.clone(), [Draw(drawing, 0)] * 4)
+    draws = [Draw(drawing, 0), Draw(drawing, 0, guide=_nothing), Draw(drawing, 0, guide=sevens), Draw(drawing, 0)]
+    first, failed, guided, last = draw_rows(logits.clone(), draws)
+    assert isinstance(failed, ServerError) and failed.reason == "NONFINITE"
+    assert [first, guided, last] == [alone[0], 7, alone[3]]
+    neither = replace(draws[2], banned=np.array([7]))
+    assert isinstance(draw_rows(logits, [neither, neither, draws[0], draws[0]])[0], ServerError)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 8, 447, 1000])
+def test_bits_mean_the_same_on_every_device(vocabulary: int) -> None:
+    bits = np.random.default_rng(vocabulary).integers(0, 256, (3, -(-vocabulary // 8)), dtype=np.uint8)
+    expected = [[not bits[row, token // 8] >> token % 8 & 1 for token in range(vocabulary)] for row in range(3)]
+    assert banned(bits, vocabulary).tolist() == expected
+    assert banned_on(torch.device("cpu"), bits, vocabulary).tolist() == expected
+
+
+def _nothing(bits: Bits) -> None:
+    """Allows what is beyond the vocabulary alone."""
+    bits[:] = 0
+    bits[-1] = 0b1111_1100  # of 50 tokens the last byte has two
 
 
 def test_the_largest_numbers_that_may_be_asked_for_leave_a_token_to_draw() -> None:

@@ -157,8 +157,20 @@ ROWS: dict[str, Row] = {
     "b130 a million answers": (lambda: with_sampling(n=10**6), InvalidRequest, "FIELD_OUT_OF_RANGE", "n", {}),
     "b133 a bias on no token": (lambda: with_sampling(logit_bias=[pb.LogitBias(token_id=10**6, bias=1)]),
                                 InvalidRequest, "FIELD_OUT_OF_RANGE", "logit_bias", {"field": "logit_bias"}),
-    "b134 a guide": (lambda: with_sampling(guide=pb.Guide(regex="a*")), Unsupported, "FEATURE_DISABLED", None,
-                     {"field": "guide"}),
+    "b134 a schema of no type": (lambda: with_sampling(guide=pb.Guide(json_schema='{"type": "strng"}')), InvalidRequest,
+                                 "SCHEMA_INVALID", "json_schema", {"field": "json_schema"}),
+    "b134 a schema of no pattern": (
+        lambda: with_sampling(guide=pb.Guide(json_schema='{"type": "string", "pattern": "("}')), InvalidRequest,
+        "SCHEMA_INVALID", "json_schema", {}),
+    "b134 an expression that explodes": (lambda: with_sampling(guide=pb.Guide(regex="(a{1000}){1000}")),
+                                         InvalidRequest, "SCHEMA_INVALID", "regex", {"field": "regex"}),
+    "b134 a guide that says nothing": (lambda: with_sampling(guide=pb.Guide()), InvalidRequest, "FIELD_MISSING",
+                                       "guide", {"field": "guide"}),
+    "b134 a guide of a megabyte": (lambda: with_sampling(guide=pb.Guide(regex="a" * 10**6)), InvalidRequest,
+                                   "FIELD_OUT_OF_RANGE", "regex", {"field": "regex"}),
+    "b134 a million choices": (
+        lambda: with_sampling(guide=pb.Guide(choice=pb.Choices(choices=["a"] * 10**6))), InvalidRequest,
+        "TOO_MANY_ITEMS", "choice", {"got": 10**6}),
     "b140 a million parts": (_a_million_parts, InvalidRequest, "TOO_MANY_ITEMS", None, {"got": 1_000_001}),
     "b142 an unknown option": (with_unknown_field, InvalidRequest, "UNKNOWN_FIELD", None, {}),
     "b143 an unknown role": (lambda: _turns(77), InvalidRequest, "FIELD_OUT_OF_RANGE", "messages[0]", {}),  # type: ignore[arg-type]
