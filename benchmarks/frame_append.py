@@ -28,7 +28,10 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service import convert
 from decoder_service.attaching import Attaching
+from decoder_service.drawer import Drawer
 from decoder_service.engine import Work
+from decoder_service.entries import Entries
+from decoder_service.options import read_options
 
 BEFORE = 1024
 ROOT = bytes(32)
@@ -53,7 +56,12 @@ class Growing:
         model = service.decoder
         self._sequence = model.sequence(ROOT)
         self._sequence.extend([model.prompt.text("What is to be seen?")])
-        self._entries = Attaching(model, self._sequence, root=ROOT, item_of=lambda slot: None)
+        self._entries = Entries(model, root=ROOT, item_of=lambda slot: None)
+        drawer = Drawer(self._sequence, read_options(pb.SamplingParams(), 0, model.vocabulary))
+        self._seat = model.seat(self._sequence, drawer, wake=lambda: None, tenant=ROOT, priority=0, stops=frozenset())
+        model.enter(self._seat)
+        assert self._seat.admitted
+        self._units = Attaching(model, self._seat, self._entries)
         grid = (SIDE // 16, SIDE // 16)
         tokens = model.engine.processor.unit_layout(grid).vision_tokens
         self._plan = MediumPlan("image", 1, SIDE, SIDE, grid, tokens, upscaled=False)
@@ -70,9 +78,9 @@ class Growing:
         unit.frames.add().frame_offset.FromSeconds(slot)
         self._sequence.extend([Slot(slot)])
         self._sequence.size(slot, convert.sized_slot(sized, pb.MEDIA_KIND_FRAME, service.decoder.prompt))
-        await self._entries.resized(sized)
-        self._entries.announce(dpb.DecodeReady(slot=slot, unit=0, entry=entry))
-        (told,) = await self._entries.attach()
+        await service.decoder.keep_within(self._seat, grow=True)
+        self._units.announced(self._entries.announce(dpb.DecodeReady(slot=slot, unit=0, entry=entry), self._sequence))
+        (told,) = await self._units.attach()
         assert len(told.attached.units) == 1
 
     async def extend(self) -> None:
@@ -91,7 +99,7 @@ class Growing:
 
     async def close(self) -> None:
         await self._entries.close([])
-        await self._service.decoder.release(self._sequence)
+        await self._service.decoder.release(self._seat)
 
 
 def noise(rng: np.random.Generator) -> Rgb:

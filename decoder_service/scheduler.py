@@ -3,10 +3,11 @@
 Continuous batching: a sequence joins the next step whenever it has rows to compute and leaves it whenever it has none.
 A step takes first the sequences that compute one row, whose callers wait for the next token, and fills the rest of its
 budget with pieces of prefills, cut wherever the budget ends. Units are attached in the same steps, within a budget of
-their own. Who goes first is decided by priority, then by what its tenant has had, then by arrival.
+their own. Who goes first is decided by what its tenant has had, then by priority, then by arrival: priorities order
+the requests of a tenant, and reach no further.
 
-A sequence is admitted with room for what is laid, not for what it may come to say. When the pages run out, the last of
-the lowest priority gives back all it holds and waits to be admitted again: nothing of it is lost, for its timeline says
+A sequence is admitted with room for what is laid, not for what it may come to say. When the pages run out, somebody who
+came late gives back all it holds and waits to be admitted again: nothing of it is lost, for its timeline says
 what to compute, and its entries are still where they were.
 
 It is counting throughout: sequences by name, rows, tokens and pages by number. It has seen no tensor, and what a token
@@ -291,7 +292,7 @@ class Scheduler(Generic[S]):
 
     def _take_units(self) -> list[Attach[S]]:
         if len(self._units) > self.max_units:
-            self._units.sort(key=lambda unit: rank(unit.seat))
+            self._units.sort(key=lambda unit: order(unit.seat))
         units, self._units = self._units[: self.max_units], self._units[self.max_units :]
         return units
 
@@ -341,7 +342,7 @@ class Scheduler(Generic[S]):
         while self._entered:
             seat = min(self._entered, key=order)
             assert seat.need is not None, "it waits"
-            lower = sorted((one for one in self._running if one.priority < seat.priority), key=rank)
+            lower = sorted((one for one in self._tenants_own(seat) if one.priority < seat.priority), key=rank)
             while not self._admits(seat, seat.need):
                 if not lower:
                     return
@@ -360,8 +361,8 @@ class Scheduler(Generic[S]):
         seat.wake()
 
     def _grow(self, seat: Seat[S], rows: int) -> bool:
-        """Gives a sequence pages for its next rows, if need be those of the last of the lowest priority. False if it
-        has given way itself, or has failed because there is nobody else."""
+        """Gives a sequence pages for its next rows, if need be those of others. False if it has given way itself, or
+        has failed because there is nobody else."""
         while True:
             try:
                 self._accounts.grow([(seat.sequence, rows)])
@@ -372,7 +373,7 @@ class Scheduler(Generic[S]):
                     self._freed = True
                     seat.wake()
                     return False
-                victim = max(self._running, key=rank)
+                victim = self._last()
                 self._preempt(victim)
                 if victim is seat:
                     return False
@@ -380,11 +381,17 @@ class Scheduler(Generic[S]):
                 return True
 
     def _make_way(self, seat: Seat[S], settled: Callable[[bool], None]) -> None:
-        victim = max(self._running, key=rank, default=seat)
-        behind = seat.admitted and rank(victim) > rank(seat)
-        if behind:
+        victim = self._last() if seat.admitted else seat
+        if victim is not seat:
             self._preempt(victim)
-        settled(behind)
+        settled(victim is not seat)
+
+    def _last(self) -> Seat[S]:
+        """Who gives way: of the tenant of whom one came last, the last of the lowest priority."""
+        return max(self._tenants_own(max(self._running, key=lambda seat: seat.arrival)), key=rank)
+
+    def _tenants_own(self, seat: Seat[S]) -> Iterable[Seat[S]]:
+        return (one for one in self._running if one.tenant is seat.tenant)
 
     def _preempt(self, seat: Seat[S]) -> None:
         """Takes back all that a sequence holds. Its owner enters it anew."""

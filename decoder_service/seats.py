@@ -21,7 +21,7 @@ class Seat(Generic[S]):
 
     Attributes:
         wake: called when there is something to look at here.
-        priority: higher goes first.
+        priority: higher goes before others of the tenant.
         arrival: counted; earlier goes first.
         stops: tokens after which it draws no other.
         need: room that it waits for; None when it does not wait.
@@ -55,12 +55,12 @@ class Seat(Generic[S]):
 
 
 def order(seat: Seat[S]) -> tuple[int, int, int]:
-    """The lowest goes first: by priority, then by what its tenant has had, then by arrival."""
-    return (-seat.priority, seat.tenant.served, seat.arrival)
+    """The lowest goes first: by what its tenant has had, then by priority, then by arrival."""
+    return (seat.tenant.served, -seat.priority, seat.arrival)
 
 
 def rank(seat: Seat[S]) -> tuple[int, int]:
-    """The highest gives way first. It does not change while they run, so that nobody gives way to and fro."""
+    """Of a tenant's sequences the highest gives way first."""
     return (-seat.priority, seat.arrival)
 
 

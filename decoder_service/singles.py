@@ -96,4 +96,4 @@ class Singles(Generic[S]):
 
 def _turn(seat: Seat[S]) -> tuple[int, int, int, int]:
     """The order of seats, and of those of a tenant who has waited longest."""
-    return (-seat.priority, seat.tenant.served, seat.turn, seat.arrival)
+    return (seat.tenant.served, -seat.priority, seat.turn, seat.arrival)

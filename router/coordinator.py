@@ -176,8 +176,8 @@ class Coordinator(Work):
         """Follows a decoder. Returns whether the answer is finished."""
         async for response in responses:
             await self._on(response)
-            if response.HasField("finished"):
-                return True
+            if response.HasField("finished") and response.finished.HasField("usage"):
+                return True  # it was the last sequence
             if until_token and self._tokens:
                 break
         return False
@@ -208,6 +208,7 @@ class Coordinator(Work):
             seed=self._seed,
             sample=dpb.SAMPLE_MODE_WHEN_CLOSED,
             prompt_visibility=request.prompt_visibility,
+            priority=request.priority,
         )
 
     async def _on(self, response: dpb.DecodeResponse) -> None:
@@ -234,7 +235,9 @@ class Coordinator(Work):
         elif which == "visible":
             await self._events.put(rpb.GenerateResponse(visible=response.visible))
         elif which == "finished":
-            await self._events.put(rpb.GenerateResponse(finished=await self._accounted(response.finished)))
+            last = response.finished.HasField("usage")
+            finished = await self._accounted(response.finished) if last else response.finished
+            await self._events.put(rpb.GenerateResponse(finished=finished))
 
     async def _accounted(self, finished: pb.Finished) -> pb.Finished:
         """With what only the encoders know, and may not have said yet: a decoder is quick with a short answer."""

@@ -24,6 +24,7 @@ MAX_MEDIA = 256
 MAX_TURNS = 1024
 MAX_PARTS = 4096
 MAX_TOKENS = 1 << 19
+MAX_PRIORITY = 100
 MAX_MIME = 255
 """Characters of a mime type. RFC 6838 allows 127 on either side of its stroke."""
 
@@ -51,7 +52,11 @@ def check_generate(request: rpb.GenerateRequest) -> None:
     """Raises InvalidRequest, PermissionDenied or Unsupported for a request that cannot be served as it is."""
     check_label(request.request_id)
     _check_counts(request)
-    _refuse(request, ("adapter", "resume", "budget", "priority"))
+    _refuse(request, ("adapter", "resume", "budget"))
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidRequest.out_of_range(
+            "priority", request.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}", "priority"
+        )
     _check_sampling(request.sampling)
     _no_unknown_fields(request, "")
     _check_media(request.prompt, request.media)

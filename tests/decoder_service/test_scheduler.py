@@ -334,6 +334,16 @@ def test_a_lower_priority_gives_way_to_one_that_comes_later() -> None:
     assert [seat.admitted for seat in (low, equal, high)] == [False, False, True]
 
 
+def test_a_priority_does_not_reach_over_to_another_tenant() -> None:
+    table = Table(pages=8, max_rows=8)
+    low = table.ask("low", rows=16, tokens=0, tenant="a")
+    high = table.enter("high", rows=16, tenant="b", priority=9)
+    assert table.step() == ([], [("low", 8)])
+    assert (low.admitted, high.admitted) == (True, False)
+    table.ask("equal", rows=1, tokens=0, tenant="c", priority=9)
+    assert table.step() == ([], [("equal", 1), ("low", 7)]), "it has had less, which is what counts"
+
+
 def test_a_sequence_that_fits_nowhere_fails_alone() -> None:
     table = Table(pages=2)
     seat = table.ask("s", rows=6, tokens=10)

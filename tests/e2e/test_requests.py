@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from chiasm.errors import DeadlineExceeded, InvalidRequest, NotFound, PermissionDenied, Unsupported
+from chiasm.errors import DeadlineExceeded, InvalidRequest, NotFound, PermissionDenied
 from chiasm.local import LocalService, LocalSettings
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -243,15 +243,6 @@ async def test_b127_to_b130_options_out_of_range_are_refused(field: str, value: 
     async with running() as service:
         error = await refused(service, request)
     assert (error.reason, error.item) == ("FIELD_OUT_OF_RANGE", field)
-
-
-async def test_an_option_that_is_not_served_is_refused_and_not_ignored() -> None:
-    request = question("Read the digits.")
-    request.sampling.n = 2
-    async with running() as service:
-        with pytest.raises(Unsupported) as caught:
-            await ask(service, request)
-    assert caught.value.facts == {"field": "n"}
 
 
 async def test_b142_an_unknown_field_is_refused_at_any_depth() -> None:

@@ -14,8 +14,11 @@ from chiasm.errors import ConnectionFailed, DeadlineExceeded, ServerError, Unava
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from decoder_service.seats import Seat
+from decoder_service.sequence import DecodeSequence
 from tests import digits
 from tests.asking import ask, forget, image, question, running, video
+from tests.decoder_service.holders import hold
 from tests.decoder_service.test_entries import Meddling
 from tests.e2e.test_requests import settled
 from tests.router.scripted import Meddle, MeddledDecoder, MeddledEncoder, MeddledFleet, answer
@@ -318,19 +321,20 @@ async def test_a_deadline_names_the_stage_at_which_it_passed(stage: str, after: 
         standing: list[asyncio.Task[bool]] = []
         fleet = MeddledFleet(service, decoder=stand_still)
         request = question("Read the digits.", video(clip.path.read_bytes()))
-        holder = service.decoder.engine.sequence()
+        holders: list[Seat[DecodeSequence]] = []
         if stage != "encode":
             await ask(service, request)  # what comes before that stage is quick the second time
         try:
             if stage == "encode":
                 service.encoder.device.submit(gate.wait)
             elif stage == "queue":
-                await service.decoder.reserve(holder, text=service.decoder.text_capacity, visual=0)
+                holders.append(await hold(service.decoder, text=service.decoder.text_capacity))
             ending = asyncio.create_task(answer(fleet, request, deadline=time.monotonic() + 2.0))
             await asyncio.sleep(2.5)  # leaving waits for what stands still
         finally:
             gate.set()
-            await service.decoder.release(holder)
+            for holder in holders:
+                await service.decoder.release(holder)
         with pytest.raises(DeadlineExceeded) as caught:
             await ending
         assert caught.value.stage == stage

@@ -39,6 +39,14 @@ def test_an_option_out_of_range_is_told_once_and_with_its_value(
     assert (error.item, error.facts["field"], error.facts["value"]) == (field, field, fact)
 
 
+@pytest.mark.parametrize("priority", [-101, 101])
+def test_a_priority_out_of_range_is_told_with_its_value(priority: int) -> None:
+    request = question("hello")
+    request.priority = priority
+    error = refusal(request)
+    assert (error.item, error.facts["value"]) == ("priority", priority)
+
+
 def test_fewest_tokens_beyond_the_most_are_told_with_both() -> None:
     request = question("hello")
     request.sampling.max_tokens, request.sampling.min_tokens = 3, 5
