@@ -18,6 +18,7 @@ from chiasm.attention.choose import AttentionName, make
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools
 from chiasm.models.family import DecoderHalf, Processor
 from chiasm.timeline import UnitName
+from decoder_service.forward import FixedRows, Forward, Whole
 from decoder_service.holdings import Holdings
 from decoder_service.prefix import Chain
 from decoder_service.sequence import DecodeSequence
@@ -52,6 +53,9 @@ class DecoderEngine:
         visual_tokens: what the cross pool holds.
         page_size: text tokens of a page.
         attention: raises SettingsError for `flashinfer` where that cannot serve.
+        deterministic: logits are the same, bit by bit, whatever else is computed, however a prefill is cut and wherever
+            the pools keep what a row sees. For this device, number type and number of threads. Raises SettingsError
+            where products of fixed shape do not give that.
 
     Attributes:
         holdings: who holds what of the two pools.
@@ -66,6 +70,7 @@ class DecoderEngine:
         visual_tokens: int,
         page_size: int = 16,
         attention: AttentionName = "auto",
+        deterministic: bool = False,
     ) -> None:
         self.half = half
         self.processor = processor
@@ -84,7 +89,8 @@ class DecoderEngine:
             device=half.device,
             dtype=half.dtype,
         )
-        self._attention = make(attention, self.pools, heads=half.heads)
+        self._attention = make(attention, self.pools, heads=half.heads, deterministic=deterministic)
+        self._forward: Forward = (FixedRows if deterministic else Whole)(half, self._attention)
 
     def sequence(self, domain: bytes | None = None) -> DecodeSequence:
         """A new, empty sequence of this model.
@@ -130,17 +136,8 @@ class DecoderEngine:
         positions = np.concatenate(
             [w.sequence.timeline.positions(w.sequence.computed, w.sequence.computed + w.rows) for w in batch], axis=1
         )
-        sees = step.sees()
         wanted, counts = _wanted(batch)
-        device = self.half.device
-        self._attention.plan(step)
-        logits = self.half.forward(
-            torch.tensor(ids, device=device),
-            torch.from_numpy(positions).to(device),
-            torch.from_numpy(sees).to(device) if sees.any() else None,
-            torch.tensor(wanted, dtype=torch.long, device=device),
-            self._attention,
-        )
+        logits = self._forward(step, ids, positions, wanted)
         for work in batch:
             work.sequence.computed += work.rows
         return list(logits.to(torch.promote_types(logits.dtype, torch.float32)).split(counts))

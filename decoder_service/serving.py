@@ -61,5 +61,12 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
     text, visual = pool_tokens(
         half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
     )
-    engine = DecoderEngine(half, model.processor, text_tokens=text, visual_tokens=visual, attention=settings.attention)
+    engine = DecoderEngine(
+        half,
+        model.processor,
+        text_tokens=text,
+        visual_tokens=visual,
+        attention=settings.attention,
+        deterministic=settings.deterministic,
+    )
     return model, engine, fingerprint

@@ -28,6 +28,10 @@ class DecoderSettings(WorkerSettings):
     attention: Literal["auto", "torch", "flashinfer"] = Field(
         default="auto", description="which kernels attend; auto: FlashInfer on CUDA where it can, else torch's"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="logits are the same, bit by bit, whatever else is computed; slower, most so for long prompts",
+    )
     max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
     max_waiting: int = Field(
         default=256, ge=1, description="timelines that may wait for room; further ones are refused"
