@@ -2,7 +2,8 @@
 
 In a block of fixed size every product outside attention has a fixed shape, and is computed in one fixed order. A step
 is cut into such blocks, one after another: each is a step of its own, and finds what those before it have stored. Which
-sizes may stand for each other is found out when the half is made ready (`agreeing`). It knows no sequence.
+sizes may stand for each other is found out when the half is made ready (`agreeing`), for each shape of a linear layer;
+whatever else a half computes, it computes row by row or number by number. It knows no sequence.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from chiasm.attention.agreeing import agreeing
 from chiasm.attention.backend import Attention, SequenceRows, Step
-from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.layers.mlp import keep_steady
 from chiasm.models.family import DecoderHalf
 
-SIZES = (16, 64, 256)
+SIZES = (16, 32, 64, 128, 256)
 """Rows of a block. Products of 3 rows and fewer, in larger layers of 8 and fewer, give other float32 results than those
-of 16 (MKL; torch 2.13 on a CPU with AVX-512). Those of 16 and 64 agreed in all layers that were tried, those of 256 in
-most."""
+of 16; those of 16 to 128 mostly agree. In bfloat16 those of 16 and 32 do, and larger ones in some layers (torch 2.13
+with MKL and oneDNN, AVX-512 and AMX). Smaller ones would be faster for single rows, and agree with none of these."""
 
 
 class Forward(Protocol):
@@ -67,11 +68,14 @@ class FixedRows:
     """
 
     def __init__(self, half: DecoderHalf, attention: Attention) -> None:
-        if isinstance(half, nn.Module):
-            keep_steady(half)
-        self._half = half
+        assert isinstance(half, nn.Module), "its layers are looked at"
+        keep_steady(half)
+        linear = [one for one in half.modules() if isinstance(one, nn.Linear)]
+        shapes = {(*one.weight.shape, _no_bias(one) is None): one for one in linear}
+        self._linear = [*shapes.values()]
+        self._half: DecoderHalf = half
         self._attention = attention
-        self._sizes = agreeing([*SIZES], self._equal_rows)
+        self._sizes = agreeing(SIZES, self._products)
 
     def __call__(
         self, step: Step, ids: Sequence[int], positions_3n: npt.NDArray[np.int64], wanted: Sequence[int]
@@ -101,25 +105,35 @@ class FixedRows:
         return next(size for size in self._sizes if size >= count) if count else 0
 
     @torch.inference_mode()
-    def _equal_rows(self, size: int, draw: int) -> Tensor:
-        """(rows, vocabulary) logits of a block of equal rows, told in every number of rows it can be asked for."""
-        generator = torch.Generator().manual_seed(draw)
-        half = self._half
-        token = torch.randint(half.vocab_size, (1,), generator=generator)
-        position = torch.randint(half.max_positions, (3, 1), generator=generator)
-        return torch.cat(
-            [
-                half.forward(
-                    token.expand(size).to(half.device),
-                    position.expand(3, size).to(half.device),
-                    torch.ones(size, dtype=torch.bool, device=half.device),
-                    torch.arange(asked, device=half.device),
-                    _Itself(),
-                )
-                for asked in SIZES
-                if asked <= size
-            ]
-        )
+    def _products(self, size: int, draw: int) -> Tensor:
+        """(size, numbers) products of equal rows with a matrix of every shape that the half multiplies with."""
+        made = []
+        for layer in self._linear:
+            x, w = _cancelling(layer, torch.Generator().manual_seed(draw))
+            made.append(F.linear(x.expand(size, -1).contiguous(), w, _no_bias(layer)))
+        return torch.cat(made, dim=1)
+
+
+def _cancelling(layer: nn.Linear, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A row and a matrix in the shape of a layer's. But for rounding their product is zero.
+
+    So in every number it tells the order of the sums and nothing else. An ordinary product rounds most of that away, in
+    bfloat16 all but one number in ten thousand.
+    """
+    width, dtype = layer.in_features // 2, layer.weight.dtype
+    order = torch.randperm(width, generator=generator)
+    x, w = (torch.randn(rows, width, generator=generator).to(dtype) for rows in (1, min(layer.out_features, 128)))
+    rest = torch.zeros(1, layer.in_features % 2, dtype=dtype)
+    x = torch.cat([x, -x[:, order], rest], dim=1)
+    w = torch.cat([w, w[:, order], rest.expand(len(w), -1)], dim=1)
+    w = w.repeat(-(-layer.out_features // len(w)), 1)[: layer.out_features]
+    return x.to(layer.weight.device), w.contiguous().to(layer.weight.device)
+
+
+def _no_bias(layer: nn.Linear) -> Tensor | None:
+    """A bias that adds nothing, where the layer has one: then another product is called."""
+    bias: Tensor | None = layer.bias
+    return None if bias is None else torch.zeros_like(bias)
 
 
 def blocks(rows: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -146,16 +160,3 @@ def rows_of(step: Step, start: int, stop: int) -> Step:
             parts.append(SequenceRows(one.start + low, high - low, one.pages, one.boundaries[low:high], one.extents))
         at += one.rows
     return Step(parts)
-
-
-class _Itself(TorchVarlen):
-    """`Attention` in which every row looks at itself alone, whatever that is."""
-
-    def plan(self, step: Step) -> None:
-        """There is nothing to prepare."""
-
-    def attend_self(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, *, layer: int) -> Tensor:
-        return q_nhd + (k_nkd + v_nkd).repeat_interleave(q_nhd.shape[1] // k_nkd.shape[1], dim=1)
-
-    def attend_cross(self, q_nhd: Tensor, *, layer: int) -> Tensor:
-        return q_nhd

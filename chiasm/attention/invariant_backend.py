@@ -132,7 +132,7 @@ class InvariantAttention(TorchVarlen):
 
     @torch.inference_mode()
     def _problem(self, shape: tuple[int, int], draw: int) -> Tensor:
-        """(rows, K * G, S + D + 1) of as many equal rows as a call of that many rows and items has."""
+        """(rows, numbers) of as many equal rows as a call of that many rows and items has."""
         rows, items = shape
         generator = torch.Generator().manual_seed(draw)
         q, k, v = (
@@ -143,8 +143,8 @@ class InvariantAttention(TorchVarlen):
         k_tksd, v_tksd = (self._wider(x.squeeze(2).expand(items, -1, -1, -1)) for x in (k, v))
         scores = _scores(q_tkmd.mul_(self._dim**-0.5), k_tksd)
         total, out = _weighed(scores, scores.amax(-1, keepdim=True), v_tksd)
-        results = torch.cat([scores, out, total], dim=-1).view(items, self._kv_heads, rows, self._group, -1)
-        return results.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        results = torch.cat([scores, out, total], dim=-1).view(items, self._kv_heads, rows, -1)
+        return results.transpose(1, 2).reshape(items * rows, -1)
 
 
 class _Tiles:
