@@ -65,6 +65,9 @@ class FixedRows:
         attention: takes rows beyond those of the step, and its results for a row depend on no other.
 
     Raises SettingsError where rows of a block depend on their place in it.
+
+    Attributes:
+        sizes: rows of a block, those of `SIZES` that agree.
     """
 
     def __init__(self, half: DecoderHalf, attention: Attention) -> None:
@@ -75,13 +78,13 @@ class FixedRows:
         self._linear = [*shapes.values()]
         self._half: DecoderHalf = half
         self._attention = attention
-        self._sizes = agreeing(SIZES, self._products)
+        self.sizes = agreeing(SIZES, self._products)
 
     def __call__(
         self, step: Step, ids: Sequence[int], positions_3n: npt.NDArray[np.int64], wanted: Sequence[int]
     ) -> Tensor:
         logits = []
-        for start, stop, size in blocks(step.rows, self._sizes):
+        for start, stop, size in blocks(step.rows, self.sizes):
             part = rows_of(step, start, stop)
             # Padding repeats a row; it is stored nowhere and attends to nothing.
             at = np.minimum(np.arange(start, start + size), stop - 1)
@@ -102,7 +105,7 @@ class FixedRows:
 
     def _enough(self, count: int) -> int:
         """The size that so many rows are padded to."""
-        return next(size for size in self._sizes if size >= count) if count else 0
+        return next(size for size in self.sizes if size >= count) if count else 0
 
     @torch.inference_mode()
     def _products(self, size: int, draw: int) -> Tensor:

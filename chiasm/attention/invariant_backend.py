@@ -35,9 +35,6 @@ ITEMS = (1, 4, 16, 64)
 SCORES = 1 << 24
 """Scores that are kept at once, where a tile has no more: 64 MB in float32."""
 
-Gather = Callable[[Tensor], Tensor]
-"""Of (T, S) slots what lies there, (T, K, S, D) in any order of memory."""
-
 
 class InvariantAttention(TorchVarlen):
     """`Attention` over `Pools`. Rows beyond those of the step may follow; they come out zero.
@@ -68,63 +65,60 @@ class InvariantAttention(TorchVarlen):
         self._rows = step.rows
         slots = [torch.from_numpy(one.slots[len(one.slots) - len(one.rows) :]) for one in back]
         self._written = torch.cat([*slots, torch.empty(0, dtype=torch.long)]).to(self._device)
-        self._own = self._planned(back)
-        self._crossed = self._planned(look_across(step))
+        heads, slots_total = self._kv_heads, self._pools.cross_kv.shape[3]
+        self._own = self._planned(back, slot=heads, head=1)
+        self._crossed = self._planned(look_across(step), slot=1, head=slots_total)
 
-    def _planned(self, looking: list[Looking]) -> list[_Tiles]:
+    def _planned(self, looking: list[Looking], *, slot: int, head: int) -> list[_Tiles]:
+        """Tiles over a pool in whose rows one slot, one head further is so many rows further."""
         most = SCORES // (self._kv_heads * self._group * BLOCK)
-        return [_Tiles(tiles, self._device) for tiles in plan_tiles(looking, self._heights, most)]
+        heads = torch.arange(self._kv_heads).unsqueeze(1) * head
+        return [
+            _Tiles(tiles, torch.from_numpy(tiles.slots).unsqueeze(1) * slot + heads, self._device)
+            for tiles in plan_tiles(looking, self._heights, most)
+        ]
 
     def attend_self(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, *, layer: int) -> Tensor:
         keys, values = self._pools.self_kv[layer]
         keys.index_copy_(0, self._written, k_nkd[: self._rows])
         values.index_copy_(0, self._written, v_nkd[: self._rows])
-
-        def gather(pool: Tensor) -> Gather:
-            return lambda slots: pool.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2)
-
-        return self._attend(q_nhd, gather(keys), gather(values), self._own)
+        return self._attend(q_nhd, keys, values, self._own)
 
     def attend_cross(self, q_nhd: Tensor, *, layer: int) -> Tensor:
         keys, values = self._pools.cross_kv[layer]
+        return self._attend(q_nhd, keys, values, self._crossed)
 
-        def gather(pool: Tensor) -> Gather:
-            return lambda slots: pool.index_select(1, slots.flatten()).unflatten(1, slots.shape).transpose(0, 1)
-
-        return self._attend(q_nhd, gather(keys), gather(values), self._crossed)
-
-    def _attend(self, q_nhd: Tensor, keys: Gather, values: Gather, planned: list[_Tiles]) -> Tensor:
+    def _attend(self, q_nhd: Tensor, keys: Tensor, values: Tensor, planned: list[_Tiles]) -> Tensor:
+        """(N, H, D) over keys and values of two layers of a pool, in the order in which it keeps slots and heads."""
         out = torch.zeros_like(q_nhd)
         for tiles in planned:
-            q_tkmd = self._fold(q_nhd, tiles.rows)
-            out_tkmd = self._tiles(q_tkmd, keys, values, tiles)
+            q = q_nhd[tiles.rows.flatten()].unflatten(0, tiles.rows.shape).unflatten(2, (self._kv_heads, self._group))
+            q_tkmd = self._wider(q.transpose(1, 2)).flatten(2, 3).mul_(self._dim**-0.5)
+            out_tkmd = self._over(q_tkmd, keys.flatten(0, 1), values.flatten(0, 1), tiles)
             split = out_tkmd.unflatten(2, (-1, self._group)).transpose(1, 2).flatten(2, 3)  # (T, R, H, D)
             out.index_copy_(0, tiles.places, split.flatten(0, 1)[tiles.full].to(out.dtype))
         return out
 
-    def _tiles(self, q_tkmd: Tensor, keys: Gather, values: Gather, tiles: _Tiles) -> Tensor:
-        """(T, K, M, D) of tiles."""
-        items = _pieces(len(tiles.slots), self._items[tiles.rows.shape[1]])
-        scores = q_tkmd.new_empty(len(tiles.slots), *q_tkmd.shape[1:3], BLOCK)
-        for start, stop in items:
-            q = q_tkmd[tiles.tile_of[start:stop]]
-            scores[start:stop] = _scores(q, self._wider(keys(tiles.slots[start:stop])))
-        seen = scores.unflatten(2, (-1, self._group))
-        seen.masked_fill_(tiles.hidden[:, None, :, None], -math.inf)
+    def _over(self, q_tkmd: Tensor, keys: Tensor, values: Tensor, tiles: _Tiles) -> Tensor:
+        """(T, K, M, D) of tiles over the rows of a pool, each of D numbers."""
+        pieces = _pieces(len(tiles.tile_of), self._items[tiles.rows.shape[1]])
+        scores = q_tkmd.new_empty(len(tiles.tile_of), *q_tkmd.shape[1:3], BLOCK)
+        for piece in pieces:
+            scores[piece] = _scores(q_tkmd[tiles.tile_of[piece]], self._read(keys, tiles.read[piece]))
+        if len(tiles.partly):
+            some = scores[tiles.partly]
+            some.unflatten(2, (-1, self._group)).masked_fill_(tiles.hidden[:, None, :, None], -math.inf)
+            scores[tiles.partly] = some
         most = tiles.over_blocks(scores.amax(-1, keepdim=True), torch.maximum)
-        most = most.masked_fill(most == -math.inf, 0)  # of a row that is not there
         totals, outs = scores.new_empty(*scores.shape[:3], 1), scores.new_empty(*scores.shape[:3], self._dim)
-        for start, stop in items:
-            v = self._wider(values(tiles.slots[start:stop]))
-            weighed = _weighed(scores[start:stop], most[tiles.tile_of[start:stop]], v)
-            totals[start:stop], outs[start:stop] = weighed
+        for piece in pieces:
+            v_tksd = self._read(values, tiles.read[piece])
+            totals[piece], outs[piece] = _weighed(scores[piece], most[tiles.tile_of[piece]], v_tksd)
         return tiles.over_blocks(outs, torch.add) / tiles.over_blocks(totals, torch.add)
 
-    def _fold(self, q_nhd: Tensor, rows_tr: Tensor) -> Tensor:
-        """(T, K, M, D) of rows, scaled by D ** -0.5."""
-        q = q_nhd[rows_tr.flatten()].unflatten(0, rows_tr.shape).unflatten(2, (self._kv_heads, self._group))
-        folded: Tensor = self._wider(q.transpose(1, 2)).flatten(2, 3)
-        return folded.mul_(self._dim**-0.5)
+    def _read(self, pool: Tensor, rows_tks: Tensor) -> Tensor:
+        """(T, K, S, D) of a pool's rows, each of D numbers."""
+        return pool.index_select(0, rows_tks.flatten()).to(self._wide).view(*rows_tks.shape, self._dim)
 
     def _wider(self, tensor: Tensor) -> Tensor:
         """A copy that lies in order."""
@@ -151,37 +145,41 @@ class _Tiles:
     """`Tiles` as tensors.
 
     Attributes:
-        rows: (T, R) places in the step, 0 where a tile is not full.
+        rows: (T, R) places in the step, any where a tile is not full.
         full: of all rows of all tiles, the numbers of those that are there. places: where in the step they are.
-        tile_of: (items,) its tile.
+        tile_of: (items,) its tile. read: (items, K, S) rows of the pool, of D numbers each.
+        partly: items of which some row does not see all. hidden: (partly, R, S) what a row of them does not see.
     """
 
-    def __init__(self, tiles: Tiles, device: torch.device) -> None:
+    def __init__(self, tiles: Tiles, read: Tensor, device: torch.device) -> None:
         rows = torch.from_numpy(tiles.rows)
+        hidden = torch.from_numpy(tiles.hidden)
+        partly = hidden.flatten(1).any(1).nonzero().squeeze(1)
         self.rows = rows.clamp(min=0).to(device)
         self.full = (rows.flatten() >= 0).nonzero().squeeze(1).to(device)
         self.places = self.rows.flatten()[self.full]
         self.depths = tiles.depths
         self.tile_of = torch.cat([torch.arange(depth) for depth in tiles.depths]).to(device)
-        self.slots = torch.from_numpy(tiles.slots).to(device)
-        self.hidden = torch.from_numpy(tiles.hidden).to(device)
+        self.read = read.to(device)
+        self.partly = partly.to(device)
+        self.hidden = hidden[partly].to(device)
 
     def over_blocks(self, items: Tensor, function: Callable[..., Tensor]) -> Tensor:
         """(T, ...) of (items, ...): what a function of two makes of each tile's blocks, from the first on."""
         parts = items.split(self.depths)
-        result = parts[0]
+        result: Tensor = parts[0]
         for depth, part in zip(self.depths[1:], parts[1:], strict=True):
             function(result[:depth], part, out=result[:depth])
         return result
 
 
-def _pieces(total: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, stop) of pieces of `total`, the largest of the rising sizes first; the least of them is 1."""
+def _pieces(total: int, sizes: Sequence[int]) -> list[slice]:
+    """Pieces of `total`, the largest of the rising sizes first; the least of them is 1."""
     pieces = []
     at = 0
     for size in reversed(sizes):
         while total - at >= size:
-            pieces.append((at, at + size))
+            pieces.append(slice(at, at + size))
             at += size
     return pieces
 

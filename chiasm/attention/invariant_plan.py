@@ -50,7 +50,7 @@ class Tiles:
         rows: (tiles, rows) places in the step, -1 where a tile is not full.
         depths: how many tiles, from the first on, have a first, a second, a third block.
         slots: (items, BLOCK) of the pool; where a block is not full, one of its sequence's own again.
-        hidden: (items, rows, BLOCK) keys that a row does not see.
+        hidden: (items, rows, BLOCK) keys that a row does not see. A row that is not there sees what the first one does.
     """
 
     rows: Integers
@@ -148,6 +148,7 @@ def _together(tiles: Sequence[_Tile], height: int) -> Tiles:
     spans = np.zeros((len(tiles), height, 2), dtype=np.int64)
     for i, tile in enumerate(tiles):
         rows[i, : len(tile.rows)] = tile.rows
+        spans[i] = tile.spans[0]  # of rows that are not there as well: each must see something
         spans[i, : len(tile.rows)] = tile.spans
     tile_of = np.repeat(np.arange(len(tiles)), counts)
     depth_of = np.concatenate([np.arange(count) for count in counts])

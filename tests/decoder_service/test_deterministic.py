@@ -181,10 +181,10 @@ def test_results_do_not_depend_on_the_sizes_that_agree(tmp_path: Path, dtype: to
     world = World(tmp_path / "wide", dtype, deterministic=True)
     prompts = timelines(np.random.default_rng(1), 5)
     engine = world.engine(np.random.default_rng(2))
-    assert isinstance(engine._forward, FixedRows) and len(engine._forward._sizes) > 1
+    assert isinstance(engine._forward, FixedRows) and len(engine._forward.sizes) > 1
     usual = world.compute(engine, prompts, np.random.default_rng(3), [40, 300])
     engine = world.engine(np.random.default_rng(2))
-    cast(FixedRows, engine._forward)._sizes = [SIZES[0]]
+    cast(FixedRows, engine._forward).sizes = [SIZES[0]]
     least = world.compute(engine, prompts, np.random.default_rng(3), [40, 300])
     assert all(torch.equal(a, b) for a, b in zip(usual, least, strict=True))
 
