@@ -179,18 +179,27 @@ def run(
     return [(torch.cat([own for own, _ in each]), torch.cat([crossed for _, crossed in each])) for each in outs]
 
 
-def differ(make: Callable[[Pools], Attention], dtype: torch.dtype, seed: int) -> bool:
+SIZES = [(150, 200), (9, 300), (40, 1), (300, 140), (1, 30), (133, 129), *[(20, 20)] * 11]
+"""Rows of sequences, and the vision tokens of each."""
+
+
+def differ(
+    make: Callable[[Pools], Attention],
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    pieces: Sequence[int] = (1, 1, 3, 30, 200),
+) -> bool:
     """Whether any row's result depends on its company, how its prefill was cut or where it lies."""
-    pieces = [1, 1, 3, 30, 200]
     rng = np.random.default_rng(seed)
-    sizes = [(150, 200), (9, 300), (40, 1), (300, 140), (1, 30), (133, 129), *[(20, 20)] * 11]
     wholes = [draw(rng, rows, tokens, dtype, window=int(rng.choice([0, 0, 50, 140]))) for rows, tokens in sizes]
 
     pools, laid = lay(wholes, rng, page_size=int(rng.choice([1, 4, 16])))
     together = run(make(pools), laid, rng, pieces)
     for whole, (own, crossed) in zip(wholes, together, strict=True):
         pools, (one,) = lay([whole], rng, page_size=int(rng.choice([1, 4, 16])))
-        ((own_alone, crossed_alone),) = run(make(pools), [one], rng, [int(rng.choice([7, 64, 1000]))])
+        ((own_alone, crossed_alone),) = run(make(pools), [one], rng, [int(rng.choice([*pieces[-2:], 1000]))])
         if not (torch.equal(own, own_alone) and torch.equal(crossed, crossed_alone)):
             return True
     return False
@@ -202,7 +211,7 @@ def invariant(pools: Pools) -> Attention:
 
 @pytest.mark.parametrize("dtype", judge.TOLERANCE)
 def test_a_row_has_the_same_bits_in_any_company_cut_anyhow_and_lying_anywhere(dtype: torch.dtype) -> None:
-    assert not any(differ(invariant, dtype, seed) for seed in range(3))
+    assert not any(differ(invariant, dtype, seed) for seed in range(2))
     assert differ(TorchAttention, dtype, 0), "what is looked for is there to be seen"
 
 
@@ -211,7 +220,7 @@ def test_a_row_has_the_same_bits_with_two_threads(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert not differ(invariant, dtype, 7)
+        assert not differ(invariant, dtype, 7, sizes=SIZES[:5], pieces=(20, 60, 200))
     finally:
         torch.set_num_threads(before)
 
@@ -231,7 +240,7 @@ def test_rows_beyond_the_step_come_out_zero_and_change_nothing() -> None:
     assert torch.equal(one.pools.self_kv.nan_to_num(), before.nan_to_num())
 
 
-def test_results_do_not_depend_on_the_sizes_of_products_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_sizes_of_products_that_agree() -> None:
     """Where larger products do not agree, single ones of few rows do the same work."""
     one = case([Rows(9, [(0, 200)] * 3), Rows(150, [(0, 0)] * 70), Rows(0, [(0, 9)])], {0: [150, 50]})
     usual = one.run(InvariantAttention(one.pools, heads=4))
