@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from chiasm.attention.torch_backend import TorchVarlen
+from chiasm.layers.mlp import GatedMLP
 from chiasm.models.moss_vl.vision import MossVLEncoder
 from chiasm.models.registry import Model
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -187,6 +188,17 @@ def test_results_do_not_depend_on_the_sizes_that_agree(tmp_path: Path, dtype: to
     cast(FixedRows, engine._forward).sizes = [SIZES[0]]
     least = world.compute(engine, prompts, np.random.default_rng(3), [40, 300])
     assert all(torch.equal(a, b) for a, b in zip(usual, least, strict=True))
+
+
+@torch.inference_mode()
+def test_equal_rows_of_a_block_are_equal_behind_an_mlp_whatever_its_width(tmp_path: Path) -> None:
+    """What is left over of a vector register is another place too."""
+    world = World(tmp_path / "wide", torch.float32, deterministic=True)
+    world.engine(np.random.default_rng(0))
+    (mlp, *_) = (part for part in cast(torch.nn.Module, world.half).modules() if isinstance(part, GatedMLP))
+    for row in torch.randn(100, 1, WIDE["hidden_size"], generator=torch.Generator().manual_seed(0)):
+        rows = mlp(row.expand(SIZES[0], -1).contiguous())
+        assert torch.equal(rows, rows[:1].expand_as(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
