@@ -32,7 +32,7 @@ class Forward(Protocol):
     def __call__(
         self, step: Step, ids: Sequence[int], positions_3n: npt.NDArray[np.int64], wanted: Sequence[int]
     ) -> Tensor:
-        """(wanted, vocabulary) logits of those rows of a step, from its ids and (3, N) positions."""
+        """(wanted, vocabulary) logits of those rows of a step, rising, from its (N,) ids and (3, N) positions."""
         ...
 
 
