@@ -56,6 +56,9 @@ class DecoderEngine:
         graph_rows: the most rows of a step that may be a CUDA graph (`computing.make_forward`); 0 for none.
         compiled: torch compiles the half's arithmetic when a step of a kind first comes.
         forward: what makes that which computes the steps.
+        deterministic: logits are the same, bit by bit, whatever else is computed, however a prefill is cut and wherever
+            the pools keep what a row sees. For this device, number type and number of threads. Raises SettingsError
+            where products of fixed shape do not give that.
 
     Attributes:
         holdings: who holds what of the two pools.
@@ -72,6 +75,7 @@ class DecoderEngine:
         attention: AttentionName = "auto",
         graph_rows: int = 0,
         compiled: bool = False,
+        deterministic: bool = False,
         forward: MakeForward = make_forward,
     ) -> None:
         self.half = half
@@ -92,7 +96,9 @@ class DecoderEngine:
             dtype=half.dtype,
             spare=graph_rows > 0,
         )
-        self._forward = forward(half, self.pools, attention, graph_rows=graph_rows, compiled=compiled)
+        self._forward = forward(
+            half, self.pools, attention, graph_rows=graph_rows, compiled=compiled, deterministic=deterministic
+        )
 
     @torch.inference_mode()
     def prepare(self) -> None:

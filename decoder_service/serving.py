@@ -68,8 +68,13 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
         text_tokens=text,
         visual_tokens=visual,
         attention=settings.attention,
-        graph_rows=captured_rows(settings.cuda_graphs, settings.graph_rows, attends(half, settings.attention)),
+        graph_rows=captured_rows(
+            settings.cuda_graphs,
+            settings.graph_rows,
+            attends(half, settings.attention, deterministic=settings.deterministic),
+        ),
         compiled=settings.compile,
+        deterministic=settings.deterministic,
     )
     engine.prepare()
     return model, engine, fingerprint

@@ -78,13 +78,12 @@ class SelfPlan:
     padded: list[Padded] = field(default_factory=list)
 
 
-def plan_self(step: Step, *, page_size: int, width: int, apart: bool = False) -> SelfPlan:
+def plan_self(step: Step, *, page_size: int, width: int) -> SelfPlan:
     """Sorts the sequences of a step by kind.
 
     Args:
         page_size: rows of a page of the self pool.
         width: numbers in the keys of one row: key heads times head dimension.
-        apart: no sequence shares a batch with another.
     """
     plan = SelfPlan(np.zeros(0, dtype=np.int64))
     written: list[npt.NDArray[np.int64]] = []
@@ -98,7 +97,7 @@ def plan_self(step: Step, *, page_size: int, width: int, apart: bool = False) ->
         written.append(slots[start:])
         if start == 0:
             last = plan.fresh[-1] if plan.fresh else None
-            if last is not None and last.stop == at and not apart:
+            if last is not None and last.stop == at:
                 plan.fresh[-1] = Fresh(last.start, at + rows, [*last.lengths, rows])
             else:
                 plan.fresh.append(Fresh(at, at + rows, [rows]))
@@ -114,7 +113,7 @@ def plan_self(step: Step, *, page_size: int, width: int, apart: bool = False) ->
         at += rows
     if written:
         plan.written = np.concatenate(written)
-    plan.padded = [_pad(some) for some in _alike(single, apart=apart)]
+    plan.padded = [_pad(some) for some in _alike(single)]
     return plan
 
 
@@ -131,13 +130,11 @@ def _run(slots: npt.NDArray[np.int64]) -> Run | None:
     return Run(int(slots[0]), len(slots))
 
 
-def _alike(
-    single: Sequence[tuple[int, npt.NDArray[np.int64]]], *, apart: bool
-) -> list[list[tuple[int, npt.NDArray[np.int64]]]]:
+def _alike(single: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> list[list[tuple[int, npt.NDArray[np.int64]]]]:
     """Batches in which the longest is at most a quarter and sixteen rows longer than the shortest."""
     batches: list[list[tuple[int, npt.NDArray[np.int64]]]] = []
     for row, slots in sorted(single, key=lambda one: len(one[1])):
-        if batches and not apart and len(slots) <= 1.25 * len(batches[-1][0][1]) + 16:
+        if batches and len(slots) <= 1.25 * len(batches[-1][0][1]) + 16:
             batches[-1].append((row, slots))
         else:
             batches.append([(row, slots)])

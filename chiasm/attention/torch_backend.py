@@ -38,16 +38,11 @@ class TorchVarlen:
 
 
 class TorchAttention(TorchVarlen):
-    """`Attention` over `Pools`.
+    """`Attention` over `Pools`."""
 
-    Args:
-        apart: no sequence is batched with another, so that what is computed for one does not depend on its company.
-    """
-
-    def __init__(self, pools: Pools, *, apart: bool = False) -> None:
+    def __init__(self, pools: Pools) -> None:
         self._pools = pools
         self._device = pools.self_kv.device
-        self._apart = apart
         self._kv_heads, self._dim = pools.self_kv.shape[3:]
         self._scratch = torch.empty(0, dtype=pools.self_kv.dtype, device=self._device)
         self._self = SelfPlan(np.zeros(0, dtype=np.int64))
@@ -58,11 +53,11 @@ class TorchAttention(TorchVarlen):
 
     def plan(self, step: Step) -> None:
         width = self._kv_heads * self._dim
-        self._self = plan_self(step, page_size=self._pools.page_size, width=width, apart=self._apart)
+        self._self = plan_self(step, page_size=self._pools.page_size, width=width)
         self._written = torch.from_numpy(self._self.written).to(self._device)
         self._before = [_places(part.before, self._device) for part in self._self.continued]
         self._padded = [_Batch(part, self._pools.self_kv) for part in self._self.padded]
-        self._cross = [_Block(block, self._device) for block in plan_cross(step, apart=self._apart)]
+        self._cross = [_Block(block, self._device) for block in plan_cross(step)]
 
     def attend_self(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, *, layer: int) -> Tensor:
         kv = self._pools.self_kv[layer]

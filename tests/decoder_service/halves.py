@@ -76,7 +76,14 @@ class Halves:
     """A decoder, and an encoder that makes entries for it."""
 
     def __init__(
-        self, model: Model, *, dtype: torch.dtype, text_tokens: int, visual_tokens: int, max_rows: int
+        self,
+        model: Model,
+        *,
+        dtype: torch.dtype,
+        text_tokens: int,
+        visual_tokens: int,
+        max_rows: int,
+        deterministic: bool = False,
     ) -> None:
         fingerprint, secret = model.checkpoint.fingerprint, bytes(range(32))
         self.model = model
@@ -89,7 +96,11 @@ class Halves:
             workers_secret=secret,
         )
         engine = DecoderEngine(
-            model.decoder(dtype=dtype), model.processor, text_tokens=text_tokens, visual_tokens=visual_tokens
+            model.decoder(dtype=dtype),
+            model.processor,
+            text_tokens=text_tokens,
+            visual_tokens=visual_tokens,
+            deterministic=deterministic,
         )
         self.decoder = DecoderModel(
             engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=secret, max_rows=max_rows
@@ -196,10 +207,18 @@ async def halves(
     text_tokens: int = 8192,
     visual_tokens: int = 4096,
     max_rows: int = 512,
+    deterministic: bool = False,
 ) -> AsyncIterator[Halves]:
     """The shipped model, or the one in `folder`. Nothing may be left in its pools at the end."""
     model = Model(find("digits") if folder is None else folder)
-    system = Halves(model, dtype=dtype, text_tokens=text_tokens, visual_tokens=visual_tokens, max_rows=max_rows)
+    system = Halves(
+        model,
+        dtype=dtype,
+        text_tokens=text_tokens,
+        visual_tokens=visual_tokens,
+        max_rows=max_rows,
+        deterministic=deterministic,
+    )
     try:
         yield system
         system.assert_empty()

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from chiasm.attention.dense import DenseAttention
-from chiasm.layers.mlp import GatedMLP
+from chiasm.layers.mlp import GatedMLP, keep_steady, steady_silu
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, inverse_frequencies, rotate
 from chiasm.layers.self_attention import SelfAttention
@@ -141,3 +142,23 @@ def test_rotation_keeps_lengths_and_products_depend_on_distances() -> None:
     torch.testing.assert_close(turned(q, 777).norm(dim=-1), q.norm(dim=-1))
     near, far = ((turned(q, at + 5) * turned(k, at)).sum(-1) for at in (3, 1003))
     torch.testing.assert_close(near, far, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_steady_silu_gives_equal_numbers_equal_results_wherever_they_lie(dtype: torch.dtype) -> None:
+    x = (4 * torch.randn(20_011, generator=torch.Generator().manual_seed(0))).to(dtype)
+    whole = steady_silu(x)
+    pieces = torch.cat([steady_silu(piece) for piece in x.split(23)])
+    assert torch.equal(pieces, whole)
+    torch.testing.assert_close(whole, F.silu(x))
+
+
+def test_an_mlp_can_be_made_steady() -> None:
+    torch.manual_seed(0)
+    mlp = nn.ModuleList([GatedMLP(8, 24, device=CPU, dtype=torch.float32)])
+    x = torch.randn(3, 8)
+    usual = mlp[0](x)
+    keep_steady(mlp)
+    part = mlp[0]
+    assert isinstance(part, GatedMLP) and part.activation is steady_silu
+    torch.testing.assert_close(part(x), usual)
