@@ -35,6 +35,8 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             store=ArenaStore(shared),
             workers_secret=secret,
             max_rows=settings.max_rows,
+            max_units=settings.max_units,
+            max_running=settings.max_running,
         )
         try:
             servicer = DecoderServicer(

@@ -43,6 +43,10 @@ class DecoderSettings(WorkerSettings):
         description="logits are the same, bit by bit, whatever else is computed; slower, most so for long prompts",
     )
     max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
+    max_units: int = Field(default=64, ge=1, description="visual units attached in one step, over all timelines")
+    max_running: int = Field(
+        default=256, ge=1, description="answers that have room at the same time; further ones wait"
+    )
     max_waiting: int = Field(
         default=256, ge=1, description="timelines that may wait for room; further ones are refused"
     )
