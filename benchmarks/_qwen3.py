@@ -80,9 +80,10 @@ def _theirs(folder: Path, dtype: torch.dtype) -> Any:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
-        attn_implementation="sdpa",
     )
-    model = Qwen3ForCausalLM(config).to(dtype).eval()
+    config._attn_implementation = "sdpa"
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(dtype).eval()
     model.load_state_dict(_renamed(load_file(folder / "model.safetensors"), t.self_attention_layers))
     return model
 

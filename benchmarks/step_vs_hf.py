@@ -41,7 +41,7 @@ class Ours:
         self._drawing = Drawing()
         self._index = 0
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
+    def logits(self, ids: list[int]) -> Tensor:
         """(vocabulary,) after these tokens."""
         self._sequence.extend([ids])
         (logits_rv,) = self._engine.step([Work(self._sequence, len(ids), "last")])
@@ -63,7 +63,7 @@ class Theirs:
         self._model = model
         self._cache = DynamicCache(config=model.config)
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
+    def logits(self, ids: list[int]) -> Tensor:
         out = self._model(input_ids=torch.tensor([ids]), cache=self._cache, use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits[0, -1]
         return logits
