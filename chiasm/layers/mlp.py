@@ -6,17 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chiasm.layers.linear import Linear
+
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases (Qwen3)."""
+    """down(silu(gate(x)) * up(x)), no biases (Qwen3). The rows of gate's weight lie above those of up's."""
 
     def __init__(self, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, device=device, dtype=dtype)
+        self.down_proj = Linear(intermediate, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, hidden) to (rows, hidden)."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        down: Tensor = self.down_proj(F.silu(gate) * up)
         return down

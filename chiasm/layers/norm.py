@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +21,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same shape and type."""
-        wide = x.float() if x.dtype != torch.float64 else x
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * normalised(x, self.eps)
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last axis, taken in float32 at least; of x's shape and type."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps)

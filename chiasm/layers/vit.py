@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chiasm.attention.backend import VarlenAttention
-from chiasm.layers.rope import inverse_frequencies, rotate
+from chiasm.layers.rope import inverse_frequencies, rotate, tables
 
 Grid = tuple[int, int]
 """Patches of one frame: (rows, columns)."""
@@ -80,12 +80,11 @@ class VisionRope:
         self._tables: dict[Grid, tuple[Tensor, Tensor]] = {}
 
     def tables(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (P, D) float32, of one grid in patch order."""
+        """cos and sin of `rope.tables`, each (P, D) float32, of one grid in patch order."""
         if grid not in self._tables:
             at_2p = block_order(grid, self.merge).to(self.inverse.device, torch.float32)
             angles = torch.cat([axis.unsqueeze(-1) * self.inverse for axis in at_2p], dim=-1)
-            angles = torch.cat((angles, angles), dim=-1)
-            self._tables[grid] = (angles.cos(), angles.sin())
+            self._tables[grid] = tables(angles, torch.float32)
         return self._tables[grid]
 
 
