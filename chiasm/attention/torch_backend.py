@@ -49,10 +49,12 @@ class TorchAttention(TorchVarlen):
         self._device = pools.self_kv.device
         self._apart = apart
         self._kv_heads, self._dim = pools.self_kv.shape[3:]
+        self._layers = [(keys, values) for keys, values in pools.self_kv]
         self._scratch = torch.empty(0, dtype=pools.self_kv.dtype, device=self._device)
         self._self = SelfPlan(np.zeros(0, dtype=np.int64))
         self._written = torch.empty(0, dtype=torch.long, device=self._device)
         self._before: list[slice | Tensor] = []
+        self._viewed: list[Sequence[Tensor]] = []
         self._padded: list[_Batch] = []
         self._cross: list[_Block] = []
 
@@ -61,13 +63,19 @@ class TorchAttention(TorchVarlen):
         self._self = plan_self(step, page_size=self._pools.page_size, width=width, apart=self._apart)
         self._written = torch.from_numpy(self._self.written).to(self._device)
         self._before = [_places(part.before, self._device) for part in self._self.continued]
+        self._viewed = [self._views(one.context) for one in self._self.viewed]
         self._padded = [_Batch(part, self._pools.self_kv) for part in self._self.padded]
         self._cross = [_Block(block, self._device) for block in plan_cross(step, apart=self._apart)]
 
     def attend_self(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, *, layer: int) -> Tensor:
+        keys, values = self._layers[layer]
+        keys.index_copy_(0, self._written, k_nkd)
+        values.index_copy_(0, self._written, v_nkd)
         kv = self._pools.self_kv[layer]
-        kv[0].index_copy_(0, self._written, k_nkd)
-        kv[1].index_copy_(0, self._written, v_nkd)
+        if len(self._viewed) == q_nhd.shape[0] == 1:
+            return self._look(q_nhd, self._viewed[0], layer)
+        if len(self._padded) == 1 and self._padded[0].whole:
+            return self._look_padded(q_nhd, self._padded[0], kv)
         out = torch.empty_like(q_nhd)
         for whole in self._self.fresh:
             q, k, v = (x[whole.start : whole.stop] for x in (q_nhd, k_nkd, v_nkd))
@@ -75,14 +83,10 @@ class TorchAttention(TorchVarlen):
         for part, before in zip(self._self.continued, self._before, strict=True):
             rows = slice(part.start, part.stop)
             out[rows] = self._continue(q_nhd[rows], k_nkd[rows], v_nkd[rows], kv[:, before])
-        for one in self._self.viewed:
-            k, v = kv[:, one.context.start : sum(one.context)].transpose(1, 2).unsqueeze(1)
-            q = fold(q_nhd[one.row : one.row + 1], self._kv_heads)
-            out[one.row] = attend(q.unsqueeze(0), k, v)[0].view(out.shape[1:])
+        for one, views in zip(self._self.viewed, self._viewed, strict=True):
+            out[one.row] = self._look(q_nhd[one.row], views, layer)
         for batch in self._padded:
-            k, v = self._gather(kv, batch.slots).transpose(2, 3)
-            q = q_nhd[batch.rows].unflatten(1, (self._kv_heads, -1))
-            out[batch.rows] = attend(q, k, v, bias=batch.bias)[0].flatten(1, 2)
+            out[batch.rows] = self._look_padded(q_nhd[batch.rows], batch, kv)
         return out
 
     def attend_cross(self, q_nhd: Tensor, *, layer: int) -> Tensor:
@@ -99,6 +103,23 @@ class TorchAttention(TorchVarlen):
                 parts.append(attend(q.unsqueeze(0), k, v, bias=bias.repeat_interleave(group, dim=0)))
             out[block.rows] = unfold(merge(parts)[0], block.count)
         return out
+
+    def _views(self, context: Run) -> Sequence[Tensor]:
+        """(1, K, S, D) keys and values of a run of rows, of all layers in turn: made once for the whole step, since it
+        is many small calls that a decode step of one row consists of."""
+        rows = self._pools.self_kv[:, :, context.start : sum(context)]
+        views: Sequence[Tensor] = rows.transpose(2, 3).unsqueeze(2).flatten(0, 1).unbind()
+        return views
+
+    def _look(self, q: Tensor, views: Sequence[Tensor], layer: int) -> Tensor:
+        """A single row's queries, in any shape that ends with (H, D), over what it sees."""
+        folded = q.reshape(1, self._kv_heads, -1, self._dim)
+        return attend(folded, views[2 * layer], views[2 * layer + 1])[0].view(q.shape)
+
+    def _look_padded(self, q_bhd: Tensor, batch: _Batch, kv: Tensor) -> Tensor:
+        """(B, H, D) of single rows, each over its own part of (K|V, rows, K, D)."""
+        k, v = self._gather(kv, batch.slots).transpose(2, 3)
+        return attend(q_bhd.unflatten(1, (self._kv_heads, -1)), k, v, bias=batch.bias)[0].flatten(1, 2)
 
     def _continue(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, before: Tensor) -> Tensor:
         """(N, H, D) of rows that see (K|V, rows, K, D) earlier ones whole, and each other causally."""
@@ -126,6 +147,7 @@ class _Batch:
 
     def __init__(self, padded: Padded, kv: Tensor) -> None:
         self.rows = _places(padded.rows, kv.device)
+        self.whole = padded.whole
         self.slots = torch.from_numpy(padded.slots).to(kv.device)
         hidden = np.arange(padded.slots.shape[1]) >= padded.lengths[:, None]
         self.bias: Tensor | None = None

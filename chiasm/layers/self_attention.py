@@ -52,6 +52,7 @@ class SelfAttention(nn.Module):
         qk = normalised(qkv[:, :both], self.q_norm.eps)
         qk[:, : self.heads].mul_(self.q_norm.weight)
         qk[:, self.heads :].mul_(self.k_norm.weight)
-        q_nhd, k_nkd = rotate(qk, cos_nd, sin_nd).split((self.heads, self.kv_heads), dim=1)
-        out: Tensor = self.o_proj(attention.attend_self(q_nhd, k_nkd, qkv[:, both:], layer=self.layer).flatten(1))
+        qk = rotate(qk, cos_nd, sin_nd)
+        q_nhd, k_nkd, v_nkd = qk[:, : self.heads], qk[:, self.heads :], qkv[:, both:]
+        out: Tensor = self.o_proj(attention.attend_self(q_nhd, k_nkd, v_nkd, layer=self.layer).flatten(1))
         return out
