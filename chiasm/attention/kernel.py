@@ -51,9 +51,7 @@ def attend(
     """
     assert k_bksd.shape[2], "attention over no keys"
     if q_bkmd.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-            q_bkmd, k_bksd, v_bksd, 0.0, causal, attn_mask=bias
-        )
+        return torch._scaled_dot_product_flash_attention_for_cpu(q_bkmd, k_bksd, v_bksd, 0.0, causal, attn_mask=bias)
     return products(q_bkmd, k_bksd, v_bksd, bias=bias, causal=causal)
 
 

@@ -71,9 +71,9 @@ class TorchAttention(TorchVarlen):
         keys, values = self._layers[layer]
         keys.index_copy_(0, self._written, k_nkd)
         values.index_copy_(0, self._written, v_nkd)
-        kv = self._pools.self_kv[layer]
         if len(self._viewed) == q_nhd.shape[0] == 1:
             return self._look(q_nhd, self._viewed[0], layer)
+        kv = self._pools.self_kv[layer]
         if len(self._padded) == 1 and self._padded[0].whole:
             return self._look_padded(q_nhd, self._padded[0], kv)
         out = torch.empty_like(q_nhd)

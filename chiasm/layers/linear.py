@@ -20,19 +20,21 @@ FEW_ROWS = 64
 """Rows up to which bfloat16 is multiplied with the weight on the left."""
 
 
-class Linear(nn.Linear):
-    """x @ weight.T for an (outputs, inputs) weight."""
+def linear(inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> nn.Linear:
+    """x @ weight.T for an (outputs, inputs) weight and (rows, inputs) x."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return _WeightFirst(inputs, outputs, bias=False, device=device, dtype=dtype)
+    made = nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+    if device.type == "cpu":
+        made.weight = nn.Parameter(made.weight.detach().t().contiguous().t())
+    return made
 
-    def __init__(self, inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(inputs, outputs, bias=False, device=device, dtype=dtype)
-        if device.type == "cpu" and dtype != torch.bfloat16:
-            self.weight = nn.Parameter(self.weight.detach().t().contiguous().t())
 
+class _WeightFirst(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, inputs) to (rows, outputs)."""
         weight, rows = self.weight, x.shape[0]
-        if rows > FEW_ROWS or weight.dtype != torch.bfloat16 or not weight.is_cpu:
-            return F.linear(x, weight)
         if rows == 1:
             return torch.mv(weight, x[0]).unsqueeze(0)
-        return torch.mm(weight, x.t()).t().contiguous()
+        if rows <= FEW_ROWS:
+            return torch.mm(weight, x.t()).t().contiguous()
+        return F.linear(x, weight)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chiasm.layers.linear import Linear
+from chiasm.layers.linear import linear
 
 
 class GatedMLP(nn.Module):
@@ -14,11 +14,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden, 2 * intermediate, device=device, dtype=dtype)
-        self.down_proj = Linear(intermediate, hidden, device=device, dtype=dtype)
+        self.intermediate = intermediate
+        self.gate_up_proj = linear(hidden, 2 * intermediate, device=device, dtype=dtype)
+        self.down_proj = linear(intermediate, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, hidden) to (rows, hidden)."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x).split_with_sizes((self.intermediate, self.intermediate), dim=-1)
         down: Tensor = self.down_proj(F.silu(gate) * up)
         return down

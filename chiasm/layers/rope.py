@@ -21,15 +21,16 @@ def inverse_frequencies(dim: int, theta: float, *, device: torch.device) -> Tens
 
 
 def tables(angles_nf: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos, and sin with its sign, each (rows, dim) in `dtype`, of (rows, dim / 2) angles. Cast last."""
+    """cos, and sin with its sign, each (rows, 1, dim) in `dtype`, of (rows, dim / 2) angles. Cast last."""
     cos, sin = angles_nf.cos(), angles_nf.sin()
-    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+    both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return both[0].unsqueeze(1).to(dtype), both[1].unsqueeze(1).to(dtype)
 
 
-def rotate(x_nhd: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
-    """Rotates (rows, heads, dim) by (rows, dim) `tables`; products in the common type of x and the tables."""
+def rotate(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
+    """Rotates (rows, heads, dim) by `tables`; products in the common type of x and the tables."""
     swapped = x_nhd.roll(x_nhd.shape[-1] // 2, dims=-1)
-    return (x_nhd * cos_nd.unsqueeze(1)).add_(swapped * sin_nd.unsqueeze(1))
+    return (x_nhd * cos_n1d).add_(swapped * sin_n1d)
 
 
 class MultimodalRope:
