@@ -14,27 +14,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 FEW_ROWS = 64
 """Rows up to which bfloat16 is multiplied with the weight on the left."""
 
 
-def linear(inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> nn.Linear:
-    """x @ weight.T for an (outputs, inputs) weight and (rows, inputs) x."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        return _WeightFirst(inputs, outputs, bias=False, device=device, dtype=dtype)
-    made = nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
-    if device.type == "cpu":
-        made.weight = nn.Parameter(made.weight.detach().t().contiguous().t())
-    return made
+class Linear(nn.Linear):
+    """x @ weight.T for an (outputs, inputs) weight."""
 
+    def __init__(self, inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(inputs, outputs, bias=False, device=device, dtype=dtype)
+        self._few_rows = FEW_ROWS if device.type == "cpu" and dtype == torch.bfloat16 else 0
+        if device.type == "cpu" and not self._few_rows:
+            self.weight = nn.Parameter(self.weight.detach().t().contiguous().t())
 
-class _WeightFirst(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
+        """(rows, inputs) to (rows, outputs)."""
         weight, rows = self.weight, x.shape[0]
+        if rows > self._few_rows:
+            return torch.mm(x, weight.t())
         if rows == 1:
             return torch.mv(weight, x[0]).unsqueeze(0)
-        if rows <= FEW_ROWS:
-            return torch.mm(weight, x.t()).t().contiguous()
-        return F.linear(x, weight)
+        return torch.mm(weight, x.t()).t().contiguous()

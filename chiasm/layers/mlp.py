@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chiasm.layers.linear import linear
+from chiasm.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
@@ -15,8 +15,8 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.intermediate = intermediate
-        self.gate_up_proj = linear(hidden, 2 * intermediate, device=device, dtype=dtype)
-        self.down_proj = linear(intermediate, hidden, device=device, dtype=dtype)
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, device=device, dtype=dtype)
+        self.down_proj = Linear(intermediate, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, hidden) to (rows, hidden)."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import Attention
-from chiasm.layers.linear import linear
+from chiasm.layers.linear import Linear
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import rotate
 
@@ -38,8 +38,8 @@ class SelfAttention(nn.Module):
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
-        self.qkv_proj = linear(hidden, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype)
-        self.o_proj = linear(heads * head_dim, hidden, device=device, dtype=dtype)
+        self.qkv_proj = Linear(hidden, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype)
+        self.o_proj = Linear(heads * head_dim, hidden, device=device, dtype=dtype)
         self.q_norm = RMSNorm(head_dim, eps, device=device, dtype=dtype)
         self.k_norm = RMSNorm(head_dim, eps, device=device, dtype=dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import Attention
-from chiasm.layers.linear import linear
+from chiasm.layers.linear import Linear
 from chiasm.layers.mlp import GatedMLP
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
@@ -32,8 +32,8 @@ class CrossAttention(nn.Module):
         self.layer = layer
         self.head_dim = t.head_dim
         width = t.num_attention_heads * t.head_dim
-        self.q_proj = linear(t.hidden_size, width, device=device, dtype=dtype)
-        self.o_proj = linear(width, t.hidden_size, device=device, dtype=dtype)
+        self.q_proj = Linear(t.hidden_size, width, device=device, dtype=dtype)
+        self.o_proj = Linear(width, t.hidden_size, device=device, dtype=dtype)
         self.q_norm = RMSNorm(t.head_dim, t.rms_norm_eps, device=device, dtype=dtype)
 
     def forward(self, x_ne: Tensor, cos_n1d: Tensor, sin_n1d: Tensor, attention: Attention) -> Tensor:
@@ -117,7 +117,7 @@ class MossVLDecoder(nn.Module):
         kinds = [CrossLayer if i in t.cross_attention_layers else SelfLayer for i in range(t.num_hidden_layers)]
         self.layers = nn.ModuleList(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
         self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
-        self.lm_head = linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
+        self.lm_head = Linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
 
     def place(self, entry: Tensor, positions_3t: Tensor) -> Tensor:
         """(layers, K|V, heads, S, D) with its keys rotated to (3, S) positions; values are left as they are."""
