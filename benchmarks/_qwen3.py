@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,13 +47,13 @@ class Both(NamedTuple):
     theirs: Any
 
 
-def both(folder: Path, dtype: torch.dtype) -> Both:
+def both(folder: Path, dtype: torch.dtype, text: Mapping[str, Any] = TEXT) -> Both:
     """Writes the checkpoint, in float32, and loads it into Hugging Face's Qwen3 as `dtype`."""
     digits = SHIPPED / "digits"
     shipped = json.loads((digits / "config.json").read_text())
     ids = {name: value for name, value in shipped.items() if name.endswith("_token_id")}
-    vision = {**shipped["vision_config"], "out_hidden_size": TEXT["hidden_size"]}
-    data = checkpoints_tiny.config(TEXT, vision, **ids)
+    vision = {**shipped["vision_config"], "out_hidden_size": text["hidden_size"]}
+    data = checkpoints_tiny.config(text, vision, **ids)
     made = checkpoints_tiny.tensors(data)
     # Placeholders are never drawn by us; of logits as random as these, zero is never the largest.
     made["lm_head.weight"][list(ids.values())] = 0

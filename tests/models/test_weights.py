@@ -158,6 +158,20 @@ def test_a_half_filled_fused_weight_names_what_is_missing(tmp_path: Path) -> Non
     )
 
 
+def test_a_projection_that_lacks_a_part_names_it(tmp_path: Path) -> None:
+    layers = "model.language_model.layers"
+    gone = [f"{layers}.0.self_attn.k_proj.weight", f"{layers}.1.mlp.up_proj.weight"]
+
+    def remove(made: dict[str, Tensor]) -> None:
+        for name in gone:
+            del made[name]
+
+    assert set(problems(changed(tmp_path / "tiny", remove), "decoder")) == {
+        f"{layers}.0.self_attn.q_proj.weight is half-filled: {gone[0]} missing",
+        f"{layers}.1.mlp.gate_proj.weight is half-filled: {gone[1]} missing",
+    }
+
+
 @pytest.mark.parametrize("parts", ["qkv", "q"])
 def test_a_weight_that_is_there_fused_and_split_is_refused(tmp_path: Path, parts: str) -> None:
     def double(made: dict[str, Tensor]) -> None:
