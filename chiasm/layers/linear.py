@@ -2,10 +2,10 @@
 
 A decode step multiplies a handful of rows with every weight there is, so it takes as long as the weights take to be
 read, and some ways to read them are slower. Measured on one core (AVX-512, torch 2.13, medians of A B B A): in float32
-weights whose rows are inputs are read in 0.8 to 1.0 of the time of weights whose rows are outputs, from 1 row to 256;
-in bfloat16 a product with a vector takes 0.6 to 0.75 of what the same product takes as one of matrices, and with the
-weight on the left it takes 0.75 to 0.9 for up to 64 rows, what turning the result costs included. What is computed is
-the same, up to the order of sums.
+weights whose rows are inputs take 0.8 to 1.0 times as long as weights whose rows are outputs, from 1 row to 256. In
+bfloat16 a product with a vector takes 0.6 to 0.8 times as long as the same product as one of matrices, and with the
+weight on the left it takes 0.75 to 1.0 times as long for up to 64 rows, what turning the result costs included. What is
+computed is the same, up to the order of sums.
 
 It knows no model.
 """
