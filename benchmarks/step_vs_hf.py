@@ -1,9 +1,11 @@
 """How long one decode step of a single answer takes, against Hugging Face's on the same weights.
 
-One process, one thread, a random Qwen3 of 25 M parameters, 256 tokens of context that grow by those drawn. Ours: one
-`DecoderEngine.step` of one row and the greedy draw of the sampler. Theirs: the cached forward pass of
+One process, one thread, a random Qwen3 of 24 M parameters in 28 layers, 256 tokens of context that grow by those drawn.
+Ours: one `DecoderEngine.step` of one row and the greedy draw of the sampler. Theirs: the cached forward pass of
 `Qwen3ForCausalLM` (SDPA, `DynamicCache`, one logit row kept, inference mode) and an argmax. The order is A B B A, a few
 steps each, so both grow alike; medians of the single steps. `ratio` is of float32; bfloat16 is told beside it.
+
+`limit` is the ratio that a step would reach which did nothing but multiply one row with every weight, as our layers do.
 
 Before anything is timed both are given the same tokens and their logits compared, prefill and steps.
 """
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import _qwen3
+from chiasm.layers.linear import Linear
+from chiasm.models.moss_vl.text import MossVLDecoder, SelfLayer
 from chiasm.models.registry import Model
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.sampler import Draw, Drawing, draw_rows
@@ -52,6 +56,18 @@ class Ours:
         assert isinstance(drawn, int), drawn
         self._index += 1
         return drawn
+
+    def multiply(self) -> float:
+        """Seconds that one row takes through every weight of the self layers and the head."""
+        assert isinstance(self._engine.half, MossVLDecoder)
+        layers = [layer for layer in self._engine.half.layers if isinstance(layer, SelfLayer)]
+        weights = [one for layer in layers for one in layer.modules() if isinstance(one, Linear)]
+        weights.append(self._engine.half.lm_head)
+        rows = [torch.ones(1, one.in_features, dtype=one.weight.dtype) for one in weights]
+        began = time.perf_counter()
+        for one, row in zip(weights, rows, strict=True):
+            one(row)
+        return time.perf_counter() - began
 
 
 class Theirs:
@@ -86,8 +102,10 @@ def compare(folder: Path, dtype: torch.dtype, rounds: int) -> dict[str, float]:
         difference = max(difference, float((one - other).abs().max()))
         ids = [int(one.argmax())]
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    products: list[float] = []
     sides: dict[str, Callable[[int], int]] = {"ours": ours.step, "theirs": theirs.step}
     for warm in range(rounds + 1):
+        products.append(ours.multiply())
         for side in ("ours", "theirs", "theirs", "ours"):
             token = ids[0]
             for _ in range(BLOCK):
@@ -98,6 +116,7 @@ def compare(folder: Path, dtype: torch.dtype, rounds: int) -> dict[str, float]:
     ms = {side: 1000 * statistics.median(taken) for side, taken in seconds.items()}
     return {
         "ratio": round(ms["ours"] / ms["theirs"], 3),
+        "limit": round(1000 * statistics.median(products) / ms["theirs"], 3),
         "ours_ms": round(ms["ours"], 3),
         "hf_ms": round(ms["theirs"], 3),
         "max_abs_diff": round(difference, 7),
