@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from chiasm.attention.agreeing import agreeing
 from chiasm.attention.backend import Attention, SequenceRows, Step
+from chiasm.layers.linear import Linear
 from chiasm.layers.mlp import keep_steady
 from chiasm.models.family import DecoderHalf
 from decoder_service.forward import Ints
@@ -84,7 +85,11 @@ class FixedRows:
         made = []
         for layer in self._linear:
             x, w = _cancelling(layer, torch.Generator().manual_seed(draw))
-            made.append(F.linear(x.expand(size, -1).contiguous(), w, _no_bias(layer)))
+            x = x.expand(size, -1).contiguous()
+            if isinstance(layer, Linear):
+                made.append(layer.product(x, layer.laid(w)))
+            else:
+                made.append(F.linear(x, w, _no_bias(layer)))
         return torch.cat(made, dim=1)
 
 

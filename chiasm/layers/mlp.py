@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chiasm.layers.linear import Linear
+
 
 def steady_silu(x: Tensor) -> Tensor:
     """`silu` that gives equal numbers equal results wherever they lie.
@@ -20,7 +22,7 @@ def steady_silu(x: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases (Qwen3).
+    """down(silu(gate(x)) * up(x)), no biases (Qwen3). The rows of gate's weight lie above those of up's.
 
     Attributes:
         activation: `silu`, or `steady_silu`.
@@ -29,13 +31,14 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation: Callable[[Tensor], Tensor] = F.silu
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
+        self.intermediate = intermediate
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, device=device, dtype=dtype)
+        self.down_proj = Linear(intermediate, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, hidden) to (rows, hidden)."""
-        down: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).split_with_sizes((self.intermediate, self.intermediate), dim=-1)
+        down: Tensor = self.down_proj(self.activation(gate) * up)
         return down
 
 

@@ -58,6 +58,19 @@ def test_a_long_context_read_where_it_lies(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", judge.TOLERANCE)
+def test_a_step_of_one_row_writes_its_own_key_and_sees_it(dtype: torch.dtype) -> None:
+    """The longer context is read where it lies, the shorter one is copied; what is not written is NaN."""
+    page = VIEW_FROM // (2 * 64)
+    for rows in (page, 40):
+        one = case([Rows(rows - 1, [(0, 0)])], {}, head_dim=64, page_size=page, dtype=dtype)
+        check(one)
+        (sequence,) = one.step.sequences
+        at = sequence.pages[0] * page + rows - 1
+        assert torch.equal(one.pools.self_kv[:, 0, at], one.k[:, 0])
+        assert torch.equal(one.pools.self_kv[:, 1, at], one.v[:, 0])
+
+
+@pytest.mark.parametrize("dtype", judge.TOLERANCE)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_many_questions_about_one_video_in_pieces(dtype: torch.dtype, rows: int) -> None:
     """Long frames, read in place and in several pieces, and short ones between them that are copied together."""
