@@ -22,19 +22,19 @@ from chiasm.models.registry import Model
 from tests import checkpoints_tiny
 
 TEXT: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 29,
+    "hidden_size": 224,
+    "intermediate_size": 672,
+    "num_hidden_layers": 37,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 32,
-    "cross_attention_layers": [14],
+    "cross_attention_layers": [18],
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
     "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
 }
-"""Qwen3-0.6B at a quarter of its width: its 28 layers, an MLP three times as wide, half as many key heads as query
-heads. 24 M parameters without the cross layer."""
+"""The text model of the 8B checkpoints, narrowed to 23 M parameters: their 36 self layers, an MLP three times as wide,
+four query heads to a key head. The cross layer is left out of that."""
 
 ORDINARY_IDS = range(16, 256)
 """Ids of the shipped tokenizer that are bytes of text, whatever control tokens it has."""

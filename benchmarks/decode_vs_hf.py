@@ -1,6 +1,6 @@
 """Tokens a second of many answers at once: continuous batching against Hugging Face's `generate` in static batches.
 
-One process, one thread, a random Qwen3 of 24 M parameters in 28 layers, float32, 96 requests of 32 tokens each that all
+One process, one thread, a random Qwen3 of 23 M parameters in 36 layers, float32, 96 requests of 32 tokens each that all
 wait at the start, answers of lognormal lengths (sigma 1, mean 64, at most 512, the same every time). Ours: 96 `Decode`
 calls of a `DecoderServicer` with all that belongs to one, scheduler, sampler and protobuf messages, but no sockets.
 Theirs: batches of 16 in the order of arrival, each until its longest answer is done. Greedy, no end but the length. The

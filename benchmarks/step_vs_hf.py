@@ -1,6 +1,6 @@
 """How long one decode step of a single answer takes, against Hugging Face's on the same weights.
 
-One process, one thread, a random Qwen3 of 24 M parameters in 28 layers, 256 tokens of context that grow by those drawn.
+One process, one thread, a random Qwen3 of 23 M parameters in 36 layers, 256 tokens of context that grow by those drawn.
 Ours: one `DecoderEngine.step` of one row and the greedy draw of the sampler. Theirs: the cached forward pass of
 `Qwen3ForCausalLM` (SDPA, `DynamicCache`, one logit row kept, inference mode) and an argmax. The order is A B B A, a few
 steps each, so both grow alike; medians of the single steps. `ratio` is of float32; bfloat16 is told beside it.

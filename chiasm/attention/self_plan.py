@@ -6,7 +6,8 @@ sees all there is.
 
 Single rows are padded to a common length and attended in one batch, which copies their keys. Measured on CPU, from
 `VIEW_FROM` numbers on the copy costs more than a call from Python: a longer sequence whose pages lie side by side is
-read where it lies. Padding repeats a row of the sequence's own: what else lies in the pool may be anything, NaN too.
+read where it lies, and so is one that has nobody to be batched with. Padding repeats a row of the sequence's own: what
+else lies in the pool may be anything, NaN too.
 
 Nothing here knows a layer or a head.
 """
@@ -142,7 +143,7 @@ def _plan_single(plan: SelfPlan, single: Sequence[tuple[int, SequenceRows]], *, 
     own = lengths - 1
     plan.written[rows] = pages[np.arange(len(single)), own // page_size] * page_size + own % page_size
     neighbours = ((pages[:, 1:] - pages[:, :-1] == 1) | ~has_page[:, 1:]).all(1)
-    in_place = neighbours & (lengths * width >= VIEW_FROM)
+    in_place = neighbours & ((lengths * width >= VIEW_FROM) | (len(single) == 1))
     for i in np.flatnonzero(in_place).tolist():
         plan.viewed.append(Viewed(int(rows[i]), Run(int(pages[i, 0]) * page_size, int(lengths[i]))))
     rest = np.flatnonzero(~in_place)

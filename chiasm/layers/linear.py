@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 FEW_ROWS = 64
 """Rows up to which bfloat16 is multiplied with the weight on the left."""
@@ -39,7 +40,7 @@ class Linear(nn.Linear):
         """As `forward`, with another weight that is `laid`."""
         rows = x.shape[0]
         if rows > self._few_rows:
-            return torch.mm(x, weight.t())
+            return F.linear(x, weight)
         if rows == 1:
             return torch.mv(weight, x[0]).unsqueeze(0)
         return torch.mm(weight, x.t()).t().contiguous()

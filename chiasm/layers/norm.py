@@ -23,12 +23,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same shape and type."""
-        return self.weight * self.quotient(x)
+        return self.quotient(x).mul_(self.weight)
 
     def quotient(self, x: Tensor) -> Tensor:
         """x / rms(x), of x's shape and type."""
         if not x.is_cpu:
             return F.rms_norm(x, x.shape[-1:], eps=self.eps)
         # On a CPU torch's own makes twice as many calls, and a decode step of one row consists of calls.
+        if x.dtype == self._wide:
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._wide)
         return (x * torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).to(x.dtype)

@@ -30,7 +30,7 @@ def tables(angles_nf: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def rotate(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
     """Rotates (rows, heads, dim) by `tables`; products in the common type of x and the tables."""
     swapped = x_nhd.roll(x_nhd.shape[-1] // 2, dims=-1)
-    return (x_nhd * cos_n1d).add_(swapped * sin_n1d)
+    return (x_nhd * cos_n1d).addcmul_(swapped, sin_n1d)
 
 
 class MultimodalRope:
