@@ -83,8 +83,11 @@ def test_a_long_context_in_neighbouring_pages_is_read_in_place() -> None:
     plan = plan_self(Step([rows(14, 1, together), rows(14, 1, scattered)]), page_size=PAGE, width=VIEW_FROM // 15 + 1)
     assert [(one.row, one.context) for one in plan.viewed] == [(0, Run(20, 15))]
     assert [batch.rows.tolist() for batch in plan.padded] == [[1]]
-    short = plan_self(Step([rows(14, 1, together)]), page_size=PAGE, width=8)
-    assert not short.viewed and len(short.padded) == 1
+    short = rows(14, 1, together)
+    beside = plan_self(Step([short, rows(14, 1, scattered)]), page_size=PAGE, width=8)
+    assert not beside.viewed and len(beside.padded) == 1
+    alone = plan_self(Step([short]), page_size=PAGE, width=8)
+    assert len(alone.viewed) == 1 and not alone.padded, "there is nobody to be batched with"
 
 
 def test_whole_sequences_beside_each_other_are_taken_together() -> None:
