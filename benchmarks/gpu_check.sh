@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that can only be known on a GPU, in one run of less than nine minutes: the kernels against sums written
+# Everything that can only be known on a GPU, in one run of less than eight minutes: the kernels against sums written
 # out, the system on the device against the CPU, decode steps in graphs against eager ones, then figures. Every part
 # runs, whatever the one before it said; the last line tells which failed, and the exit status is not zero if any did.
 # What torch.compile makes takes longer: python -m pytest -m gpu tests/gpu/test_graphs.py -k compiled
@@ -44,12 +44,12 @@ print(f"{name} (sm_{major}{minor}), torch {torch.__version__}, CUDA {torch.versi
 PYTHON
 
 pytest=("$PY" -m pytest -m gpu -q --durations 5 -p no:cacheprovider)
-part kernels 200 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
-part system 90 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py --ignore tests/gpu/test_graphs.py
-part graphs 90 "${pytest[@]}" tests/gpu/test_graphs.py -k "not compiled"
-part attention 40 "$PY" -m benchmarks gpu_attention --json
-part decode 70 "$PY" -m benchmarks gpu_decode --json
-part cold_vs_hit 40 "$PY" -m benchmarks cold_vs_hit --json --device cuda
+part kernels 180 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
+part system 80 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py --ignore tests/gpu/test_graphs.py
+part graphs 70 "${pytest[@]}" tests/gpu/test_graphs.py -k "not compiled"
+part attention 35 "$PY" -m benchmarks gpu_attention --json
+part decode 60 "$PY" -m benchmarks gpu_decode --json
+part cold_vs_hit 35 "$PY" -m benchmarks cold_vs_hit --json --device cuda
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}"
