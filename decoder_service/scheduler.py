@@ -205,7 +205,13 @@ class Scheduler(Generic[S]):
             seat.error = error
             seat.wake()
         self._entered.clear()
-        self._planned = None
+
+    def give_up(self, error: Exception) -> None:
+        """The step that was running came to nothing, and nobody goes on."""
+        plan, self._planned = self._planned, None
+        self.fail_all(error)
+        for unit in () if plan is None else plan.units:
+            unit.settled(error)
 
     def freed(self) -> None:
         """Something was given back to the pools, or is shared now."""

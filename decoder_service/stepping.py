@@ -49,11 +49,16 @@ class Stepping(Generic[S]):
         self._done: asyncio.Future[None] | None = None  # of the step that is running
         self._closed = False
 
+    @property
+    def running(self) -> bool:
+        """There is something to do, or a step runs."""
+        return self._runner is not None and not self._runner.done()
+
     def poke(self) -> None:
         """There may be something to do."""
         if self._closed:
             raise ending()
-        if self._runner is None or self._runner.done():
+        if not self.running:
             self._runner = asyncio.create_task(self._run())
 
     async def attach(self, seat: Seat[S], works: Sequence[Callable[[], None]]) -> bool:
@@ -101,25 +106,27 @@ class Stepping(Generic[S]):
 
     async def _run(self) -> None:
         try:
-            await self._steps()
+            while (plan := self.scheduler.plan()) is not None:
+                self._done = asyncio.get_running_loop().create_future()
+                try:
+                    await self._step(plan)
+                finally:
+                    self._done.set_result(None)
+                    self._done = None
         except Exception:
             # A broken promise of ours. Whoever waits must not wait for ever.
             _log.exception("a step broke")
-            self.scheduler.fail_all(ServerError("STEP_BROKEN", "the step that was running broke"))
+            self.scheduler.give_up(ServerError("STEP_BROKEN", "the step that was running broke"))
 
-    async def _steps(self) -> None:
-        while (plan := self.scheduler.plan()) is not None:
-            self._done = asyncio.get_running_loop().create_future()
-            result = await self._compute(plan)
-            self.scheduler.done(plan, result.outcomes, failed=result.failed, ended=result.ended)
-            self._done.set_result(None)
-            self._done = None
-            for unit, error in zip(plan.units, result.units, strict=True):
-                unit.settled(True if error is None else error)
-            for seat in plan.singles:
-                seat.wake()
-            for share in plan.shares:
-                share.seat.wake()
+    async def _step(self, plan: Plan[S]) -> None:
+        result = await self._compute(plan)
+        self.scheduler.done(plan, result.outcomes, failed=result.failed, ended=result.ended)
+        for unit, error in zip(plan.units, result.units, strict=True):
+            unit.settled(True if error is None else error)
+        for seat in plan.singles:
+            seat.wake()
+        for share in plan.shares:
+            share.seat.wake()
 
 
 def ending() -> Unavailable:
