@@ -17,7 +17,7 @@ from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.timeline import UnitName
+from chiasm.timeline import unit_name
 from decoder_service import convert
 from decoder_service.ahead import ahead, ended
 from decoder_service.branch import Branch
@@ -235,7 +235,7 @@ class Decoding:
         self._first.units.unfit(await self._entries.resized(sized.slot, slot.grids))
         for number, unit in enumerate(sized.units):
             if unit.HasField("key"):
-                self._entries.know(self._sequence, UnitName(sized.slot, number), unit.key)
+                self._entries.know(self._sequence, unit_name(sized.slot, number), unit.key)
         await self._first.units.moved()
         await self._check_room()
 

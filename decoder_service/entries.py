@@ -20,7 +20,7 @@ from chiasm.errors import ServerError
 from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.timeline import UnitName
+from chiasm.timeline import UnitName, unit_name
 from decoder_service.model import DecoderModel
 from decoder_service.sequence import DecodeSequence
 
@@ -52,7 +52,7 @@ class Entries:
         Raises ServerError FEATURE_COUNT_MISMATCH, with both numbers, for one that is not what was sized or not what
         this model reads, ENTRY_CONTRACT for one of another key than it was said to have.
         """
-        name = UnitName(ready.slot, ready.unit)
+        name = unit_name(ready.slot, ready.unit)
         sized = sequence.sized(ready.slot)
         if sized is None or ready.unit >= len(sized.grids):
             raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
