@@ -357,6 +357,7 @@ async def _read(requests: AsyncIterator[dpb.DecodeRequest], inbox: Inbox, arrive
         async for request in requests:
             inbox.append(request)
             arrived.set()
+            del request  # this frame would keep it until the next one comes
     except Exception as error:
         end = error
     inbox.append(end)
