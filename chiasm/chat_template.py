@@ -36,7 +36,7 @@ class Turn:
     parts: tuple[str | Slot, ...]
 
 
-Piece: TypeAlias = list[int] | Slot
+Piece: TypeAlias = Sequence[int] | Slot
 """A run of token ids, or the place of a medium."""
 
 CHATML = (

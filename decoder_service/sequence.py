@@ -32,7 +32,7 @@ class SizedSlot:
         final: they will not change any more.
     """
 
-    pieces: Sequence[Sequence[int] | int]
+    pieces: Iterable[Sequence[int] | int]
     grids: Sequence[tuple[int, int]]
     offsets: Sequence[float]
     final: bool
