@@ -45,6 +45,10 @@ CHATML = (
 )
 """Every message in its own frame, no default system prompt."""
 
+_MARK = re.compile("\x02([0-9a-f]{32}:\\d+)\x03")
+"""In place of a part: a secret, and the part's number. A pattern with the secret in it would be compiled, and kept by
+`re`, for every request."""
+
 
 class ChatTemplate:
     """A compiled template over one tokenizer.
@@ -90,8 +94,8 @@ class ChatTemplate:
             for turn in turns
         ]
         text = self._template.render(messages=messages, add_generation_prompt=True)
-        pieces = re.split(f"\x02{nonce}:(\\d+)\x03", text)
-        if pieces[1::2] != [str(mark) for mark in range(next(marks))]:
+        pieces = _MARK.split(text)
+        if pieces[1::2] != [f"{nonce}:{mark}" for mark in range(next(marks))]:
             raise ValueError("parts of the messages were dropped, repeated or moved")
         return pieces[::2]
 
