@@ -45,6 +45,19 @@ def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> ReadPromp
     return ReadPrompt([piece if isinstance(piece, Slot) else array("i", piece) for piece in pieces], written)
 
 
+def beside_prompt(opened: dpb.DecodeOpen) -> dpb.DecodeOpen:
+    """What is still looked at when the prompt was read and sampling is known, without the memory of the rest."""
+    return dpb.DecodeOpen(
+        attempt=opened.attempt,
+        tenant_root=opened.tenant_root,
+        slots=opened.slots,
+        sample=opened.sample,
+        prompt_visibility=opened.prompt_visibility,
+        priority=opened.priority,
+        fairness_key=opened.fairness_key,
+    )
+
+
 def text_bytes(prompt: pb.Prompt) -> int:
     """Bytes of text in a prompt. Raises InvalidRequest TEXT_TOO_LARGE for more than may be tokenised."""
     turns = prompt.conversation.turns

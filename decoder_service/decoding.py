@@ -40,7 +40,8 @@ class Decoding:
 
     def __init__(self, model: DecoderModel, opened: dpb.DecodeOpen) -> None:
         self._model = model
-        self._open = opened
+        self._unread: pb.Prompt | None = opened.prompt
+        self._open = convert.beside_prompt(opened)
         self._options = read_options(opened.sampling, opened.seed, model.vocabulary)
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
@@ -153,7 +154,9 @@ class Decoding:
     async def _read_prompt(self) -> None:
         """Compiles the guide, reads and lays the prompt, in threads: it may take seconds, and everybody else's stream
         would stand still."""
-        model, prompt = self._model, self._open.prompt
+        model, prompt = self._model, self._unread
+        assert prompt is not None, "it is read once"
+        self._unread = None
         await self._first.answer.read_guide()
         size = convert.text_bytes(prompt)
         self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
