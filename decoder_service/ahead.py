@@ -14,19 +14,27 @@ T = TypeVar("T")
 
 
 class Bell:
-    """Wakes the one task that waits for it, if it waits. An `asyncio.Event` has room for many, and many calls wait."""
+    """Wakes the one task that waits for it. An `asyncio.Event` has room for many, and many calls have one and wait."""
 
-    __slots__ = ("_waits",)
+    __slots__ = ("_rung", "_waits")
 
     def __init__(self) -> None:
+        self._rung = False
         self._waits: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
+        self._rung = True
         if self._waits is not None and not self._waits.done():
             self._waits.set_result(None)
 
+    def hush(self) -> None:
+        """What it was rung for is looked at from now on."""
+        self._rung = False
+
     async def wait(self) -> None:
-        """Until it is rung from now on."""
+        """Until it is rung; not at all if it was since it was hushed."""
+        if self._rung:
+            return
         self._waits = asyncio.get_running_loop().create_future()
         try:
             await self._waits
@@ -46,6 +54,7 @@ async def ahead(source: AsyncGenerator[T, None], *, items: int) -> AsyncGenerato
         async with aclosing(source):
             async for item in source:
                 while len(made) == items:
+                    fewer.hush()
                     await fewer.wait()
                 made.append(item)
                 more.ring()
@@ -60,6 +69,7 @@ async def ahead(source: AsyncGenerator[T, None], *, items: int) -> AsyncGenerato
     try:
         while made or not running.done():
             if not made:
+                more.hush()
                 await more.wait()
                 continue
             item = made.pop(0)
