@@ -101,8 +101,13 @@ class _Units(Sequence[LaidUnit]):
     def __getitem__(self, number: int | slice) -> LaidUnit | list[LaidUnit]:
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
-        columns = (self.names, self.layouts, self.indices, self.starts, self.firsts)
-        return LaidUnit(*(column[number] for column in columns))  # type: ignore[arg-type]
+        return LaidUnit(
+            self.names[number],
+            self.layouts[number],
+            self.indices[number],
+            self.starts[number],
+            self.firsts[number],
+        )
 
     def append(self, unit: LaidUnit) -> None:
         self.numbers[unit.name] = len(self)
@@ -247,9 +252,9 @@ class Timeline:
             if part.unit is None:
                 made[:, rows] = np.arange(part.start + part.shift, part.stop + part.shift)
             else:
-                unit = self._units[part.unit]
-                steps = unit.layout.placeholder_steps[part.start - unit.index : part.stop - unit.index]
-                made[:, rows] = unit.start + np.array(steps, dtype=np.int64).T
+                units, at = self._units, self._units.indices[part.unit]
+                steps = units.layouts[part.unit].placeholder_steps[part.start - at : part.stop - at]
+                made[:, rows] = units.starts[part.unit] + np.array(steps, dtype=np.int64).T
         return made
 
     def visible(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
@@ -258,7 +263,7 @@ class Timeline:
         made = np.empty(max(stop - start, 0), dtype=np.int64)
         for part in self._stretches(start, stop):
             made[part.start - start : part.stop - start] = part.complete
-            if part.unit is not None and part.stop == self._units[part.unit].end_index:
+            if part.unit is not None and part.stop == self._units.ends[part.unit]:
                 made[part.stop - start - 1] += 1
         return made
 
@@ -308,14 +313,14 @@ class Timeline:
 
     def _stretches(self, start: int, stop: int) -> Iterator[_Stretch]:
         """Rows [start, stop) in order."""
-        number = self._complete(start)
+        units, number = self._units, self._complete(start)
         while start < stop:
-            unit = self._units[number] if number < len(self._units) else None
-            if unit is None or start < unit.index:
-                end = stop if unit is None else min(unit.index, stop)
+            index = units.indices[number] if number < len(units) else stop
+            if start < index:
+                end = min(index, stop)
                 yield _Stretch(start, end, None, self._shift(number), number)
             else:
-                end = min(unit.end_index, stop)
+                end = min(units.ends[number], stop)
                 yield _Stretch(start, end, number, 0, number)
                 number += 1
             start = end
