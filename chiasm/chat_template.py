@@ -36,7 +36,7 @@ class Turn:
     parts: tuple[str | Slot, ...]
 
 
-Piece: TypeAlias = list[int] | Slot
+Piece: TypeAlias = Sequence[int] | Slot
 """A run of token ids, or the place of a medium."""
 
 CHATML = (
@@ -44,6 +44,10 @@ CHATML = (
     "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
 )
 """Every message in its own frame, no default system prompt."""
+
+_MARK = re.compile("\x02([0-9a-f]{32}:\\d+)\x03")
+"""In place of a part: a secret, and the part's number. A pattern with the secret in it would be compiled, and kept by
+`re`, for every request."""
 
 
 class ChatTemplate:
@@ -90,8 +94,8 @@ class ChatTemplate:
             for turn in turns
         ]
         text = self._template.render(messages=messages, add_generation_prompt=True)
-        pieces = re.split(f"\x02{nonce}:(\\d+)\x03", text)
-        if pieces[1::2] != [str(mark) for mark in range(next(marks))]:
+        pieces = _MARK.split(text)
+        if pieces[1::2] != [f"{nonce}:{mark}" for mark in range(next(marks))]:
             raise ValueError("parts of the messages were dropped, repeated or moved")
         return pieces[::2]
 

@@ -13,7 +13,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,12 @@ class UnitName(NamedTuple):
 
     slot: int
     unit: int
+
+
+@lru_cache(maxsize=1 << 14)
+def unit_name(slot: int, unit: int) -> UnitName:
+    """The name, one object for all requests: what is kept by name is kept for many."""
+    return UnitName(slot, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,59 @@ class LaidUnit:
         return self.index + len(self.layout.placeholder_ids)
 
 
+class _Units(Sequence[LaidUnit]):
+    """Laid units by column: a tenth of what they take one by one, and many timelines only wait.
+
+    Attributes:
+        names, layouts, indices, starts, firsts: of each, as `LaidUnit` has them.
+        ends: `LaidUnit.end_index` of each.
+        numbers: of units, by name.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[UnitName] = []
+        self.layouts: list[UnitLayout] = []
+        self.indices = array("i")
+        self.starts = array("i")
+        self.firsts = array("i")
+        self.ends = array("i")
+        self.numbers: dict[UnitName, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, number: int) -> LaidUnit: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[LaidUnit]: ...
+    def __getitem__(self, number: int | slice) -> LaidUnit | list[LaidUnit]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        return LaidUnit(
+            self.names[number],
+            self.layouts[number],
+            self.indices[number],
+            self.starts[number],
+            self.firsts[number],
+        )
+
+    def append(self, unit: LaidUnit) -> None:
+        self.numbers[unit.name] = len(self)
+        self.names.append(unit.name)
+        self.layouts.append(unit.layout)
+        self.indices.append(unit.index)
+        self.starts.append(unit.start)
+        self.firsts.append(unit.first)
+        self.ends.append(unit.end_index)
+
+    def cut(self, kept: int) -> None:
+        """Forgets all units but the first `kept`."""
+        for name in self.names[kept:]:
+            del self.numbers[name]
+        for column in (self.names, self.layouts, self.indices, self.starts, self.firsts, self.ends):
+            del column[kept:]
+
+
 class _Stretch(NamedTuple):
     """Rows [start, stop) of ordinary tokens, or of one unit's placeholders.
 
@@ -91,8 +151,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._ids = array("i")
-        self._units: list[LaidUnit] = []
-        self._numbers: dict[UnitName, int] = {}  # place in _units
+        self._units = _Units()
         self._drops: list[tuple[int, int]] = []  # (row, units dropped before rows from there on), both ascending
         self.counter = 0
         """Position the next ordinary token gets, on every axis."""
@@ -119,12 +178,10 @@ class Timeline:
 
         Raises ValueError if a unit of that name is already laid.
         """
-        if name in self._numbers:
+        if name in self._units.numbers:
             raise ValueError(f"{name} is laid already")
-        first = self._units[-1].last if self._units else 0
-        unit = LaidUnit(name, layout, len(self._ids), self.counter, first)
+        unit = LaidUnit(name, layout, len(self._ids), self.counter, self.vision_tokens)
         self._ids.extend(layout.placeholder_ids)
-        self._numbers[name] = len(self._units)
         self._units.append(unit)
         self.counter += layout.advance
         return unit
@@ -145,16 +202,14 @@ class Timeline:
         Raises ValueError if the cut would fall inside a unit's placeholders.
         """
         kept = self._complete(rows)
-        if kept < len(self._units) and self._units[kept].index < rows:
+        if kept < len(self._units) and self._units.indices[kept] < rows:
             raise ValueError(f"row {rows} is inside {self._units[kept].name}")
         if rows >= len(self):
             return
         self.counter = rows + self._shift(kept)
         del self._drops[bisect_right(self._drops, rows, key=lambda drop: drop[0]) :]
         del self._ids[rows:]
-        for unit in self._units[kept:]:
-            del self._numbers[unit.name]
-        del self._units[kept:]
+        self._units.cut(kept)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -165,13 +220,14 @@ class Timeline:
 
     def find(self, name: UnitName) -> LaidUnit | None:
         """Where a unit lies, None while it is not laid."""
-        number = self._numbers.get(name)
+        number = self._units.numbers.get(name)
         return None if number is None else self._units[number]
 
     @property
     def vision_tokens(self) -> int:
         """Vision tokens of all units laid, dropped ones included."""
-        return self._units[-1].last if self._units else 0
+        units = self._units
+        return units.firsts[-1] + units.layouts[-1].vision_tokens if units else 0
 
     @property
     def dropped(self) -> int:
@@ -196,9 +252,9 @@ class Timeline:
             if part.unit is None:
                 made[:, rows] = np.arange(part.start + part.shift, part.stop + part.shift)
             else:
-                unit = self._units[part.unit]
-                steps = unit.layout.placeholder_steps[part.start - unit.index : part.stop - unit.index]
-                made[:, rows] = unit.start + np.array(steps, dtype=np.int64).T
+                units, at = self._units, self._units.indices[part.unit]
+                steps = units.layouts[part.unit].placeholder_steps[part.start - at : part.stop - at]
+                made[:, rows] = units.starts[part.unit] + np.array(steps, dtype=np.int64).T
         return made
 
     def ordinary(self, row: int) -> tuple[int, int] | None:
@@ -213,7 +269,7 @@ class Timeline:
         made = np.empty(max(stop - start, 0), dtype=np.int64)
         for part in self._stretches(start, stop):
             made[part.start - start : part.stop - start] = part.complete
-            if part.unit is not None and part.stop == self._units[part.unit].end_index:
+            if part.unit is not None and part.stop == self._units.ends[part.unit]:
                 made[part.stop - start - 1] += 1
         return made
 
@@ -223,7 +279,7 @@ class Timeline:
         dropped, visible = self._dropped(start, stop), self.visible(start, stop)
         low, high = (int(dropped[0]), int(visible[-1])) if len(visible) else (0, 0)
         # Vision tokens before each unit from number `low` to number `high`.
-        edges = np.array([unit.first for unit in self._units[low : high + 1]], dtype=np.int64)
+        edges = np.array(self._units.firsts[low : high + 1], dtype=np.int64)
         if high == len(self._units):
             edges = np.append(edges, self.vision_tokens)
         made = np.zeros((len(visible), 2), dtype=np.int64)
@@ -241,36 +297,36 @@ class Timeline:
 
     def units_begun(self, start: int, stop: int) -> Sequence[LaidUnit]:
         """Units whose first placeholder is among rows [start, stop), in order."""
-        first = bisect_left(self._units, start, key=lambda unit: unit.index)
-        return self._units[first : bisect_left(self._units, stop, lo=first, key=lambda unit: unit.index)]
+        first = bisect_left(self._units.indices, start)
+        return self._units[first : bisect_left(self._units.indices, stop, lo=first)]
 
     def rows_before(self, unit: int) -> int:
         """Rows that need only units before number `unit`: where a prefill must stop while that unit is not ready."""
-        return self._units[unit].index if unit < len(self._units) else len(self._ids)
+        return self._units.indices[unit] if unit < len(self._units) else len(self._ids)
 
     # -- what follows from the units -----------------------------------------------------------------------------------
 
     def _complete(self, row: int) -> int:
         """Units that are complete before a row."""
-        return bisect_right(self._units, row, key=lambda unit: unit.end_index)
+        return bisect_right(self._units.ends, row)
 
     def _shift(self, complete: int) -> int:
         """Position minus row of the ordinary tokens behind so many units."""
         if not complete:
             return 0
-        unit = self._units[complete - 1]
-        return unit.start + unit.layout.advance - unit.end_index
+        units, last = self._units, complete - 1
+        return units.starts[last] + units.layouts[last].advance - units.ends[last]
 
     def _stretches(self, start: int, stop: int) -> Iterator[_Stretch]:
         """Rows [start, stop) in order."""
-        number = self._complete(start)
+        units, number = self._units, self._complete(start)
         while start < stop:
-            unit = self._units[number] if number < len(self._units) else None
-            if unit is None or start < unit.index:
-                end = stop if unit is None else min(unit.index, stop)
+            index = units.indices[number] if number < len(units) else stop
+            if start < index:
+                end = min(index, stop)
                 yield _Stretch(start, end, None, self._shift(number), number)
             else:
-                end = min(unit.end_index, stop)
+                end = min(units.ends[number], stop)
                 yield _Stretch(start, end, number, 0, number)
                 number += 1
             start = end

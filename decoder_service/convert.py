@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from chiasm.chat_template import Piece, Slot, Turn
 from chiasm.errors import InvalidRequest, Unsupported
-from chiasm.models.family import Prompt, WrittenMedium
+from chiasm.models.family import Grid, Prompt, WrittenMedium
 from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
+from decoder_service.packed import PackedPieces
 from decoder_service.sequence import SizedSlot
 
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant", pb.ROLE_TOOL: "tool"}
@@ -39,7 +41,21 @@ def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> ReadPromp
     pieces = _read_pieces(prompt, family, vocabulary, written)
     if not any(isinstance(piece, Slot) or piece for piece in pieces):
         raise InvalidRequest("EMPTY_PROMPT", "there is neither text nor a medium")
-    return ReadPrompt(pieces, written)
+    # A list takes up to ten times as much, and they are kept as long as the request.
+    return ReadPrompt([piece if isinstance(piece, Slot) else array("i", piece) for piece in pieces], written)
+
+
+def beside_prompt(opened: dpb.DecodeOpen) -> dpb.DecodeOpen:
+    """What is still looked at when the prompt was read and sampling is known, without the memory of the rest."""
+    return dpb.DecodeOpen(
+        attempt=opened.attempt,
+        tenant_root=opened.tenant_root,
+        slots=opened.slots,
+        sample=opened.sample,
+        prompt_visibility=opened.prompt_visibility,
+        priority=opened.priority,
+        fairness_key=opened.fairness_key,
+    )
 
 
 def text_bytes(prompt: pb.Prompt) -> int:
@@ -148,7 +164,7 @@ def sized_slot(
     """
     if not sized.units:
         raise InvalidRequest("NO_FRAMES", "a medium has no units")
-    offsets = [to_seconds(unit.frames[0].frame_offset) if unit.frames else 0.0 for unit in sized.units]
+    offsets = array("d", (to_seconds(unit.frames[0].frame_offset) if unit.frames else 0.0 for unit in sized.units))
     if written is not None:
         pieces = written.pieces
     elif kind == pb.MEDIA_KIND_FRAME:
@@ -163,8 +179,9 @@ def sized_slot(
             f"{len(sized.units)} units came where {len(laid)} are laid",
             facts={"placeholders": len(laid), "media": len(sized.units)},
         )
-    grids = [(unit.grid.h, unit.grid.w) for unit in sized.units]
-    return SizedSlot(pieces, grids, offsets, sized.final)
+    same: dict[Grid, Grid] = {}  # a video's grids are mostly equal: one object serves them all
+    grids = [same.setdefault(grid, grid) for grid in ((unit.grid.h, unit.grid.w) for unit in sized.units)]
+    return SizedSlot(PackedPieces(pieces), grids, offsets, sized.final)
 
 
 def check_slots(pieces: Iterable[Piece], slots: Sequence[dpb.Slot]) -> None:

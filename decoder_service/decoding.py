@@ -17,9 +17,9 @@ from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.timeline import UnitName
+from chiasm.timeline import unit_name
 from decoder_service import convert
-from decoder_service.ahead import ahead, ended
+from decoder_service.ahead import Bell, ahead, ended
 from decoder_service.branch import Branch
 from decoder_service.entries import Entries
 from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
@@ -40,14 +40,15 @@ class Decoding:
 
     def __init__(self, model: DecoderModel, opened: dpb.DecodeOpen) -> None:
         self._model = model
-        self._open = opened
+        self._unread: pb.Prompt | None = opened.prompt
+        self._open = convert.beside_prompt(opened)
         self._options = read_options(opened.sampling, opened.seed, model.vocabulary)
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
         self._inbox: Inbox = deque()
-        self._arrived = asyncio.Event()
+        self._arrived = Bell()
         self._entries = Entries(model, root=opened.tenant_root, item_of=self._items.get)
         self._sequence = model.sequence(opened.tenant_root)
         self._branches = [self._branch(self._sequence)]
@@ -66,7 +67,7 @@ class Decoding:
             self._options,
             sequence,
             self._entries,
-            wake=self._arrived.set,
+            wake=self._arrived.ring,
             ahead=UNREAD // 2,
             number=number,
         )
@@ -84,7 +85,7 @@ class Decoding:
             await self._read_prompt()
             reader = asyncio.create_task(_read(requests, self._inbox, self._arrived))
             while True:
-                self._arrived.clear()  # before anything is looked at: what comes while a caller reads is not missed
+                self._arrived.hush()  # before anything is looked at: what comes while a caller reads is not missed
                 # What was drawn is told before anything that came meanwhile is answered: the timeline has that order.
                 for response in self._tell():
                     yield response
@@ -153,7 +154,9 @@ class Decoding:
     async def _read_prompt(self) -> None:
         """Compiles the guide, reads and lays the prompt, in threads: it may take seconds, and everybody else's stream
         would stand still."""
-        model, prompt = self._model, self._open.prompt
+        model, prompt = self._model, self._unread
+        assert prompt is not None, "it is read once"
+        self._unread = None
         await self._first.answer.read_guide()
         size = convert.text_bytes(prompt)
         self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
@@ -235,7 +238,7 @@ class Decoding:
         self._first.units.unfit(await self._entries.resized(sized.slot, slot.grids))
         for number, unit in enumerate(sized.units):
             if unit.HasField("key"):
-                self._entries.know(self._sequence, UnitName(sized.slot, number), unit.key)
+                self._entries.know(self._sequence, unit_name(sized.slot, number), unit.key)
         await self._first.units.moved()
         await self._check_room()
 
@@ -350,14 +353,15 @@ def _protocol(message: str) -> InvalidRequest:
     return InvalidRequest("UPLOAD_PROTOCOL", message)
 
 
-async def _read(requests: AsyncIterator[dpb.DecodeRequest], inbox: Inbox, arrived: asyncio.Event) -> None:
+async def _read(requests: AsyncIterator[dpb.DecodeRequest], inbox: Inbox, arrived: Bell) -> None:
     """Puts what comes into the inbox."""
     end: Exception | None = None
     try:
         async for request in requests:
             inbox.append(request)
-            arrived.set()
+            arrived.ring()
+            del request  # this frame would keep it until the next one comes
     except Exception as error:
         end = error
     inbox.append(end)
-    arrived.set()
+    arrived.ring()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -20,13 +20,19 @@ from chiasm.errors import ServerError
 from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.timeline import UnitName
+from chiasm.timeline import UnitName, unit_name
 from decoder_service.model import DecoderModel
 from decoder_service.sequence import DecodeSequence
 
+_Pin: TypeAlias = tuple[EntryKey, bytes]
+"""An entry and the lease on it."""
+
 
 class _Announced(NamedTuple):
-    contract: Contract
+    """Of which its contract follows."""
+
+    key: EntryKey
+    grid: tuple[int, int]
     place: Place
 
 
@@ -43,7 +49,7 @@ class Entries:
         self._secret = tag_secret(model.workers_secret, root)
         self._item_of = item_of
         self._announced: dict[UnitName, _Announced] = {}
-        self._pins: dict[UnitName, set[tuple[EntryKey, bytes]]] = {}  # entries and leases that are not given back yet
+        self._pins: dict[UnitName, tuple[_Pin, ...]] = {}  # that are not given back yet, each once
         self._asked: Counter[UnitName] = Counter()  # units asked for again, and how often
 
     def announce(self, ready: dpb.DecodeReady, sequence: DecodeSequence) -> UnitName:
@@ -52,13 +58,15 @@ class Entries:
         Raises ServerError FEATURE_COUNT_MISMATCH, with both numbers, for one that is not what was sized or not what
         this model reads, ENTRY_CONTRACT for one of another key than it was said to have.
         """
-        name = UnitName(ready.slot, ready.unit)
+        name = unit_name(ready.slot, ready.unit)
         sized = sequence.sized(ready.slot)
         if sized is None or ready.unit >= len(sized.grids):
             raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
         contract = wire.read(ready.entry, sized.grids[ready.unit])
         # Whatever comes of it: one that is announced twice, or that does not fit, holds a pin all the same.
-        self._pins.setdefault(name, set()).add((contract.key, ready.entry.lease.lease_id))
+        pin, pins = (contract.key, ready.entry.lease.lease_id), self._pins.get(name, ())
+        if pin not in pins:
+            self._pins[name] = (*pins, pin)
         needed = self._needed(contract.key, contract.grid)
         if contract != needed:
             raise ServerError(
@@ -68,7 +76,7 @@ class Entries:
                 facts={"got": contract.shape[3], "needed": needed.shape[3]},
             )
         self.know(sequence, name, contract.key)
-        self._announced[name] = _Announced(contract, wire.place_of(ready.entry))
+        self._announced[name] = _Announced(contract.key, contract.grid, wire.place_of(ready.entry))
         return name
 
     def know(self, sequence: DecodeSequence, name: UnitName, key: EntryKey) -> None:
@@ -86,7 +94,7 @@ class Entries:
         unfit = [
             name
             for name, announced in self._announced.items()
-            if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != announced.contract.grid)
+            if name.slot == slot and (name.unit >= len(grids) or grids[name.unit] != announced.grid)
         ]
         for name in unfit:
             del self._announced[name]
@@ -96,13 +104,14 @@ class Entries:
     async def read(self, name: UnitName) -> Tensor | str:
         """The payload of an announced unit, verified; or the cause why it is not to be had. A doubtful one is forgotten
         by the store."""
-        contract, place = self._announced[name]
-        sealed = await self._model.store.get(contract.key, place)
+        key, grid, place = self._announced[name]
+        contract = self._needed(key, grid)
+        sealed = await self._model.store.get(key, place)
         if sealed is None:
             return "absent"
         opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
         if isinstance(opened, str):
-            await self._model.store.discard(contract.key)
+            await self._model.store.discard(key)
             return "digest" if opened in ("header", "size", "tag") else "contract"
         return opened
 

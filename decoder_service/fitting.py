@@ -5,7 +5,7 @@ All of it is counting, from how the family lays text and units: nothing is laid 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,7 +96,8 @@ class PromptParts:
 
     def of_medium(self, slot: int, *, most: int | None = None) -> Needs:
         medium = self.media[slot]
-        grids, pieces = medium.sized.grids, medium.sized.pieces
+        grids = medium.sized.grids
+        pieces: Iterable[Sequence[int] | int] = medium.sized.pieces
         if most is not None and medium.framed is not None and len(grids) > most:
             kept = spread(len(grids), most)
             grids = [grids[i] for i in kept]

@@ -11,7 +11,7 @@ import numpy as np
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from decoder_service.language import Language, read_guide
-from decoder_service.penalties import Bias, Penalties
+from decoder_service.penalties import NO_BIAS, Bias, Penalties
 from decoder_service.sampler import MOST_LOGPROBS, Drawing
 from decoder_service.truncation import Truncation
 
@@ -114,6 +114,8 @@ def _check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
 
 
 def _bias(entries: Sequence[pb.LogitBias], vocabulary: int) -> Bias:
+    if not entries:
+        return NO_BIAS
     ids = [entry.token_id for entry in entries]
     _check_ids("logit_bias", ids, vocabulary)
     if len(set(ids)) < len(ids):

@@ -33,8 +33,7 @@ class Seen:
 
     def __init__(self) -> None:
         self._at: dict[int, int] = {}
-        self._ids = np.empty(64, dtype=np.int64)
-        self._counts = np.zeros(64, dtype=np.int64)
+        self._ids = self._counts = NO_IDS
 
     @property
     def ids(self) -> Ids:
@@ -59,8 +58,9 @@ class Seen:
     def _place(self, token: int) -> int:
         at = self._at.setdefault(token, len(self._at))
         if at == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            more = np.zeros(max(at, 64), dtype=np.int64)
+            self._ids = np.concatenate([self._ids, more])
+            self._counts = np.concatenate([self._counts, more])
         self._ids[at] = token
         return at
 

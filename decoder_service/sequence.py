@@ -19,7 +19,7 @@ from chiasm.attention.backend import SequenceRows
 from chiasm.attention.pages import Run
 from chiasm.cache.entry import EntryKey
 from chiasm.chat_template import Piece, Slot
-from chiasm.timeline import Timeline, UnitLayout, UnitName
+from chiasm.timeline import Timeline, UnitLayout, UnitName, unit_name
 from decoder_service.prefix import Chain
 from decoder_service.sharing import Lent
 
@@ -35,7 +35,7 @@ class SizedSlot:
         final: they will not change any more.
     """
 
-    pieces: Sequence[Sequence[int] | int]
+    pieces: Iterable[Sequence[int] | int]
     grids: Sequence[tuple[int, int]]
     offsets: Sequence[float]
     final: bool
@@ -190,7 +190,7 @@ class DecodeSequence:
     def _lay_medium(self, slot: int, sized: SizedSlot) -> None:
         for piece in sized.pieces:
             if isinstance(piece, int):
-                self.timeline.append_unit(UnitName(slot, piece), self._unit_layout(sized.grids[piece]))
+                self.timeline.append_unit(unit_name(slot, piece), self._unit_layout(sized.grids[piece]))
             else:
                 self.timeline.append_text(piece)
 

@@ -119,13 +119,16 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             raise InvalidRequest("UPLOAD_PROTOCOL", "a timeline begins with open")
         told |= {"request": first.open.request_id.hex(), "attempt": first.open.attempt}
         self._check(first.open)
-        async with aclosing(Decoding(self.model, first.open).run(requests)) as responses:
+        estimate = first.open.sample == dpb.SAMPLE_MODE_ESTIMATE
+        decoding = Decoding(self.model, first.open)
+        del first  # its prompt is read soon, and may be large
+        async with aclosing(decoding.run(requests)) as responses:
             async for response in responses:
                 if response.HasField("finished") and response.finished.HasField("usage"):
                     used = response.finished.usage
                     told |= {"prompt": used.prompt_tokens, "visual": used.visual_tokens, "drawn": used.output_tokens}
                     told["outcome"] = "ok"  # whether or not the caller stays for the end of the stream
-                if first.open.sample != dpb.SAMPLE_MODE_ESTIMATE:
+                if not estimate:
                     if response.HasField("admitted"):
                         await turn.begin()
                     self._count(response)

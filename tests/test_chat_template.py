@@ -6,7 +6,7 @@ from datetime import datetime, tzinfo
 
 import pytest
 
-from chiasm.chat_template import CHATML, ChatTemplate, Slot, Turn
+from chiasm.chat_template import CHATML, ChatTemplate, Piece, Slot, Turn
 from chiasm.errors import CheckpointError, InvalidRequest
 from chiasm.models.registry import SHIPPED
 from chiasm.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ def test_text_that_spells_control_or_template_stays_text() -> None:
     pieces = ChatTemplate(TOKENIZER).render([Turn("user", (hostile,))])
     assert hostile in TOKENIZER.decode([i for piece in pieces if isinstance(piece, list) for i in piece])
 
-    def controls(found: list[list[int] | Slot]) -> list[str | None]:
+    def controls(found: list[Piece]) -> list[str | None]:
         return [TOKENIZER.name(i) for piece in found if isinstance(piece, list) for i in piece if TOKENIZER.name(i)]
 
     assert controls(pieces) == controls(plain)

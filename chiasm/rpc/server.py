@@ -223,7 +223,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
         else:
             behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        wrapped = _stream(behavior, method) if inspect.isasyncgenfunction(behavior) else _single(behavior, method)
+        wrap = _stream if inspect.isasyncgenfunction(behavior) else _single
+        wrapped: Any = wrap(behavior, method, handler.request_streaming)
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
@@ -237,12 +238,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
-def _single(behavior: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:
-    """Wraps a handler that returns its response, or writes its responses into the context."""
+def _single(behavior: Callable[..., Any], method: str, many: bool) -> Callable[..., Awaitable[Any]]:
+    """Wraps a handler that returns its response, or writes its responses into the context.
+
+    Args:
+        many: it takes a stream of requests.
+    """
 
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            response = behavior(request, context)
+            response = behavior(_requests(context) if many else request, context)
             return await response if inspect.isawaitable(response) else response
         except Exception as error:
             await _end(error, context, method)
@@ -250,11 +255,11 @@ def _single(behavior: Callable[..., Any], method: str) -> Callable[..., Awaitabl
     return handle
 
 
-def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-    """Wraps a handler that yields its responses."""
+def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, many: bool) -> Callable[..., AsyncIterator[Any]]:
+    """Wraps a handler that yields its responses. `many` as above."""
 
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        responses = behavior(request, context)
+        responses = behavior(_requests(context) if many else request, context)
         try:
             async for response in responses:
                 yield response
@@ -267,6 +272,14 @@ def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callabl
                 await close()
 
     return handle
+
+
+async def _requests(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    """The requests of a stream. Unlike gRPC's own iterator it does not keep one until the next one comes: it may be
+    large, and the next one long in coming."""
+    while (request := await context.read()) is not grpc.aio.EOF:
+        yield request
+        del request
 
 
 async def _end(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> NoReturn:

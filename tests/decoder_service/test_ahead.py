@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from decoder_service.ahead import ahead, ended
+from decoder_service.ahead import Bell, ahead, ended
 
 
 class Source:
@@ -94,3 +94,23 @@ async def test_a_task_is_waited_for_to_its_end_however_often_the_caller_is_cance
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert done == ["over"]
+
+
+async def test_a_bell_that_rang_while_nobody_waited_is_heard_until_it_is_hushed() -> None:
+    bell = Bell()
+    bell.ring()
+    await asyncio.wait_for(bell.wait(), 30)
+    bell.hush()
+    waiting = asyncio.create_task(bell.wait())
+    await turns()
+    assert not waiting.done()
+    bell.ring()
+    bell.ring()
+    await asyncio.wait_for(waiting, 30)
+    bell.hush()
+    left = asyncio.create_task(bell.wait())
+    await turns()
+    left.cancel()
+    await turns()
+    bell.ring()  # for nobody
+    assert left.cancelled()

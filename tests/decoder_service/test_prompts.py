@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from chiasm.chat_template import Slot
 from chiasm.errors import InvalidRequest, StatusError, Unsupported
 from chiasm.media.types import Rgb
 from chiasm.rpc.limits import TEXT_BYTES
@@ -159,8 +160,9 @@ async def test_ids_are_taken_as_they_are() -> None:
     async with halves() as system:
         text = system.opened("Read the digits.", max_tokens=8)
         pieces = convert.read_prompt(text.prompt, system.decoder.prompt, system.decoder.vocabulary).pieces
-        (ids,) = pieces
-        assert isinstance(ids, list)
+        (piece,) = pieces
+        assert not isinstance(piece, Slot)
+        ids = list(piece)
         expected = await system.told(text, CLOSE)
         assert (await system.told(plain(system, ids), CLOSE)).ids == expected.ids
         assert (await system.told(plain(system, ids[:5], ids[5:], bind=False), CLOSE)).ids == expected.ids
@@ -204,7 +206,7 @@ async def test_b111_no_role_s_text_becomes_control(role: pb.Role.ValueType) -> N
         opened.prompt.conversation.turns[0].role = role
         opened.prompt.conversation.turns.add(role=pb.ROLE_USER).parts.add(text="Q")
         (ids,) = convert.read_prompt(opened.prompt, prompt, system.decoder.vocabulary).pieces
-    assert isinstance(ids, list)
+    assert not isinstance(ids, Slot)
     (start, end) = (system.decoder.prompt.control[name] for name in ("<|im_start|>", "<|im_end|>"))  # type: ignore[attr-defined]
     assert (ids.count(start), ids.count(end)) == (3, 2), "two turns and the opening of the answer"
     assert not prompt.banned_ids & set(ids)

@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,33 @@ async def test_streams_of_requests_pass(channel: grpc.aio.Channel) -> None:
             yield router_pb2.UploadRequest(chunk=common_pb2.MediaChunk(data=bytes(limits.CHUNK_BYTES)))
 
     assert (await stub(channel).Upload(pieces())).byte_length == 3 * limits.CHUNK_BYTES
+
+
+class Holding(router_pb2_grpc.RouterServicer):
+    """Says who else holds a request while the next one is awaited."""
+
+    async def Upload(
+        self, request_iterator: AsyncIterator[router_pb2.UploadRequest], context: Context
+    ) -> router_pb2.UploadResponse:
+        first = await anext(request_iterator)
+        following = asyncio.ensure_future(anext(request_iterator))
+        await asyncio.sleep(0)
+        assert not following.done(), "it comes when this one was counted"
+        holders = sys.getrefcount(first) - len(["this frame", "the argument of that call"])
+        await context.send_initial_metadata(())
+        await following
+        return router_pb2.UploadResponse(byte_length=holders)
+
+
+async def test_no_request_of_a_stream_is_kept_until_the_next_one_comes() -> None:
+    server = Server().add(SERVICES[0], router_pb2_grpc.add_RouterServicer_to_server, Holding())
+    async with server, connect(server.target) as channel:
+        call = stub(channel).Upload()
+        await call.write(router_pb2.UploadRequest(chunk=common_pb2.MediaChunk(data=bytes(limits.CHUNK_BYTES))))
+        await call.initial_metadata()
+        await call.write(router_pb2.UploadRequest())
+        await call.done_writing()
+        assert (await call).byte_length == 0
 
 
 async def test_a_handler_that_writes_into_the_context_is_served_too(channel: grpc.aio.Channel) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -306,14 +307,7 @@ class MossVLProcessor:
 
     def unit_layout(self, grid: tuple[int, int]) -> UnitLayout:
         """One image pad per frame, at the far corner of the frame's positions; the counter moves one beyond it."""
-        rows, columns = self._merged(grid)
-        corner = max(rows, columns)
-        return UnitLayout(
-            placeholder_ids=(self.config.image_token_id,),
-            placeholder_steps=((corner, corner, corner),),
-            advance=corner + 1,
-            vision_tokens=rows * columns + 1,
-        )
+        return _unit_layout(self.config.image_token_id, *self._merged(grid))
 
     def key_steps(self, grid: tuple[int, int]) -> npt.NDArray[np.int64]:
         """Merged tokens row by row at (0, y, x), then the separator at the far corner."""
@@ -325,3 +319,15 @@ class MossVLProcessor:
     def _merged(self, grid: tuple[int, int]) -> tuple[int, int]:
         merge = self.config.vision.spatial_merge_size
         return grid[0] // merge, grid[1] // merge
+
+
+@lru_cache(maxsize=1024)
+def _unit_layout(pad: int, rows: int, columns: int) -> UnitLayout:
+    """Every timeline keeps one for each of its units, and most of them are equal."""
+    corner = max(rows, columns)
+    return UnitLayout(
+        placeholder_ids=(pad,),
+        placeholder_steps=((corner, corner, corner),),
+        advance=corner + 1,
+        vision_tokens=rows * columns + 1,
+    )
