@@ -50,7 +50,7 @@ def attend(
     Returns (B, K, M, D), and (B, K, M) log-sum-exps in float32 at least.
     """
     assert k_bksd.shape[2], "attention over no keys"
-    if q_bkmd.device.type == "cpu":
+    if q_bkmd.is_cpu:
         return torch._scaled_dot_product_flash_attention_for_cpu(q_bkmd, k_bksd, v_bksd, 0.0, causal, attn_mask=bias)
     return products(q_bkmd, k_bksd, v_bksd, bias=bias, causal=causal)
 

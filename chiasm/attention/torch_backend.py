@@ -142,14 +142,16 @@ class _View:
 
     def attend(self, q_1hd: Tensor, k_1kd: Tensor, v_1kd: Tensor, layer: int) -> Tensor:
         """As `TorchAttention.attend_self` for a step of this row alone."""
-        self._own[2 * layer].copy_(k_1kd)
-        self._own[2 * layer + 1].copy_(v_1kd)
-        return self.look(q_1hd, layer)
+        at = 2 * layer
+        self._own[at].copy_(k_1kd)
+        self._own[at + 1].copy_(v_1kd)
+        folded = q_1hd.reshape(1, self._kv_heads, -1, self._dim)
+        return attend(folded, self._seen[at], self._seen[at + 1])[0].view(1, -1, self._dim)
 
-    def look(self, q: Tensor, layer: int) -> Tensor:
-        """The row's queries, in any shape that ends with (H, D)."""
-        folded = q.reshape(1, self._kv_heads, -1, self._dim)
-        return attend(folded, self._seen[2 * layer], self._seen[2 * layer + 1])[0].view(q.shape)
+    def look(self, q_hd: Tensor, layer: int) -> Tensor:
+        """(H, D) of the row's queries."""
+        folded = q_hd.reshape(1, self._kv_heads, -1, self._dim)
+        return attend(folded, self._seen[2 * layer], self._seen[2 * layer + 1])[0].view(q_hd.shape)
 
 
 class _Batch:

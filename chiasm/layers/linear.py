@@ -28,6 +28,10 @@ class Linear(nn.Linear):
         self._few_rows = FEW_ROWS if device.type == "cpu" and dtype == torch.bfloat16 else 0
         self.weight = nn.Parameter(self.laid(self.weight.detach()))
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """`forward`, at once: hooks are not looked for. A decode step consists of such calls."""
+        return self.forward(x)
+
     def laid(self, weight: Tensor) -> Tensor:
         """An (outputs, inputs) weight as this layer keeps it."""
         return weight if weight.device.type != "cpu" or self._few_rows else weight.t().contiguous().t()

@@ -19,7 +19,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
         self._wide = torch.promote_types(dtype, torch.float32)
+        self._share = 1 / size
         self._eps = torch.tensor(eps, device=device, dtype=self._wide)  # no parameter: it is never cast
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`forward`, at once: hooks are not looked for. A decode step consists of such calls."""
+        return self.forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same shape and type."""
@@ -32,6 +37,6 @@ class RMSNorm(nn.Module):
         # On a CPU torch's own makes twice as many calls, and a decode step of one row consists of calls.
         if x.dtype == self._wide:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x * torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+            return x * torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._wide)
-        return (x * torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).to(x.dtype)
+        return (x * torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()).to(x.dtype)

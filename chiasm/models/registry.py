@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import chiasm.models
 from chiasm.errors import CheckpointError
+from chiasm.layers.lookup import shorten
 from chiasm.models.checkpoint import Checkpoint
 from chiasm.models.family import DecoderHalf, EncoderHalf, Family, Processor, Prompt
 from chiasm.models.finding import SHIPPED, find, name_of
@@ -81,6 +82,7 @@ class Model:
         module = cast(nn.Module, half)
         load_half(module, name, self.weights, self.checkpoint.tensors)
         module.requires_grad_(False)
+        shorten(module)
         return half
 
 
