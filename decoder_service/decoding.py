@@ -310,7 +310,9 @@ class Decoding:
         return Needs(len(timeline), timeline.counter, timeline.vision_tokens)
 
     def _told_admitted(self) -> dpb.DecodeResponse:
-        held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in self._sequence.attached_units()]
+        names = self._sequence.attached_units()
+        self._entries.excuse(names)
+        held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in names]
         return _admitted(self._needs(), self._room, self._model.context_limit, held=held)
 
     async def _told_estimate(self) -> dpb.DecodeResponse:
