@@ -188,7 +188,7 @@ class Decoding:
             return responses
         async with self._model.stepping.apart(self._first.seat):
             responses += self._tell()
-            while self._inbox and not self._first.answer.finished:
+            while self._inbox and not self._finished:
                 responses += await self._take(self._inbox.popleft())
         return responses
 
