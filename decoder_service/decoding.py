@@ -104,6 +104,7 @@ class Decoding:
                     yield self._told_admitted()
                 if len(self._branches) < self._options.n and self._first.answer.begun:
                     await self._fork()
+                await self._release_finished()
                 for branch in self._branches:
                     for response in await branch.advance():
                         yield response
@@ -149,6 +150,13 @@ class Decoding:
             branch.units.lost()
             branch.answer.close()
             branch.enter(self._room)
+
+    async def _release_finished(self) -> None:
+        """Who has ended holds nothing that others wait for, its own siblings among them."""
+        if len(self._branches) >= self._options.n:
+            for branch in self._branches:
+                if branch.answer.finished:
+                    await branch.release()
 
     async def _read_prompt(self) -> None:
         """Compiles the guide, reads and lays the prompt, in threads: it may take seconds, and everybody else's stream
