@@ -257,9 +257,12 @@ class DecoderModel:
 
     async def release(self, seat: Seat[DecodeSequence]) -> None:
         """Gives back everything a timeline holds, after the step that is running. Others find what it has computed."""
-        self.scheduler.leave(seat)
-        await self.run(self._release, seat.sequence, share=seat.error is None)
-        self._drawers.pop(seat.sequence, None)
+        self.scheduler.retire(seat)
+        try:
+            await self.run(self._release, seat.sequence, share=seat.error is None)
+        finally:
+            self.scheduler.leave(seat)
+            self._drawers.pop(seat.sequence, None)
         if not self._closed:
             self.freed()
 

@@ -187,13 +187,19 @@ class Scheduler(Generic[S]):
         called with whether there was."""
         self._ways.append((seat, settled))
 
-    def leave(self, seat: Seat[S]) -> None:
-        """Forgets a sequence. What it holds is its owner's to release."""
+    def retire(self, seat: Seat[S]) -> None:
+        """Nothing more is computed of a sequence, and it waits for nothing. What it holds counts until it leaves: who
+        needs room meanwhile may take it, and must not find that there is none."""
         self.withdraw(seat)
         self._drop_units(seat)
         self._entered.pop(seat, None)
+        seat.need = None
+
+    def leave(self, seat: Seat[S]) -> None:
+        """Forgets a sequence, which holds nothing any more."""
+        self.retire(seat)
         self._running.pop(seat, None)
-        seat.need, seat.admitted = None, False
+        seat.admitted = False
         self.tenants.leave(seat.tenant)
         self._freed = True
 
