@@ -51,6 +51,7 @@ class LocalSettings:
         store_bytes: budget of the entry store.
         media_workers: processes that open media.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
+        deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
     """
 
     device: str = "cpu"
@@ -62,6 +63,7 @@ class LocalSettings:
     media_workers: int = 1
     max_patches: int = 16_384
     attention: AttentionName = "auto"
+    deterministic: bool = False
 
 
 class _Encoder:
@@ -172,6 +174,7 @@ class LocalService:
             text_tokens=text,
             visual_tokens=visual,
             attention=settings.attention,
+            deterministic=settings.deterministic,
         )
         self.decoder = DecoderModel(
             engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers

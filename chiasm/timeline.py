@@ -201,6 +201,12 @@ class Timeline:
                 made[:, rows] = unit.start + np.array(steps, dtype=np.int64).T
         return made
 
+    def ordinary(self, row: int) -> tuple[int, int] | None:
+        """Id and position of a row behind all units, without making an array of it; None for any other row."""
+        if self._units and row < self._units[-1].end_index:
+            return None
+        return self._ids[row], row + self.rope_delta
+
     def visible(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """(rows,) number of units whose placeholders are complete in rows 0..i, i included."""
         start, stop, _ = slice(start, stop).indices(len(self))

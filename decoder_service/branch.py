@@ -57,6 +57,8 @@ class Branch:
         self.changed = True
         self._model = model
         self._ahead = ahead
+        self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
+        self._grown = self._live  # it may be larger than when it began to wait
         self._room = 0  # tokens of the answer at most
         self._entered: float | None = None  # when it began to wait, by the monotonic clock
         self._allowed = 0  # tokens that it may still draw, as it was last told
@@ -103,8 +105,12 @@ class Branch:
         if seat.preempted and not self.answer.finished:
             self.units.lost()
             self._model.enter(seat)
+            self._grown = self._live
         if not self._runs:
             return []
+        if self._grown:  # while it waited
+            await self._model.keep_within(seat, grow=True)
+            self._grown = False
         if self._entered is not None:
             self.answer.admit(self._room, queued=time.monotonic() - self._entered)
             self._entered = None

@@ -10,6 +10,7 @@ from chiasm.attention.pages import Pools
 from chiasm.models.family import DecoderHalf
 from chiasm.settings import SettingsError
 from decoder_service.compiled import Compiled
+from decoder_service.fixed_rows import FixedRows
 from decoder_service.forward import EagerForward, Forward
 from decoder_service.graphs import CudaDevice, GraphForward
 
@@ -18,12 +19,25 @@ class MakeForward(Protocol):
     """What makes a decoder's forward over its pools."""
 
     def __call__(
-        self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+        self,
+        half: DecoderHalf,
+        pools: Pools,
+        attention: AttentionName,
+        *,
+        graph_rows: int,
+        compiled: bool,
+        deterministic: bool,
     ) -> Forward: ...
 
 
 def make_forward(
-    half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+    half: DecoderHalf,
+    pools: Pools,
+    attention: AttentionName,
+    *,
+    graph_rows: int,
+    compiled: bool,
+    deterministic: bool,
 ) -> Forward:
     """The forward over a decoder's pools.
 
@@ -32,7 +46,15 @@ def make_forward(
         graph_rows: the most rows of a step that is replayed as a CUDA graph, with FlashInfer's kernels; 0 for none.
             The torch backend is never captured: its plan decides on the host which tensors of which shapes there are.
         compiled: torch compiles all but the attention, eager steps and graphs alike.
+        deterministic: no row depends on the others (`FixedRows`). Raises SettingsError together with `compiled`, for
+            what a compiler makes of an expression depends on its shape.
     """
+    if deterministic:
+        if compiled:
+            raise SettingsError(
+                "results that depend on no other row are not compiled", "--deterministic", "leave out --compile"
+            )
+        return FixedRows(half, make(attention, pools, heads=half.heads, deterministic=True))
     compute = Compiled(half) if compiled else half.forward
     chosen = make(attention, pools, heads=half.heads, fixed_rows=graph_rows)
     eager = EagerForward(half.device, compute, chosen)
@@ -41,7 +63,9 @@ def make_forward(
     return GraphForward(half, compute, eager, chosen.fixed(graph_rows), CudaDevice(half.device))
 
 
-def attends(half: DecoderHalf, attention: AttentionName) -> Literal["torch", "flashinfer"]:
+def attends(
+    half: DecoderHalf, attention: AttentionName, *, deterministic: bool = False
+) -> Literal["torch", "flashinfer"]:
     """Whose kernels attend in a decoder. Raises as `choose`."""
     return choose(
         attention,
@@ -50,6 +74,7 @@ def attends(half: DecoderHalf, attention: AttentionName) -> Literal["torch", "fl
         head_dim=half.head_dim,
         device=half.device,
         dtype=half.dtype,
+        deterministic=deterministic,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -56,6 +57,9 @@ class DecoderEngine:
         graph_rows: the most rows of a step that may be a CUDA graph (`computing.make_forward`); 0 for none.
         compiled: torch compiles the half's arithmetic when a step of a kind first comes.
         forward: what makes that which computes the steps.
+        deterministic: logits are the same, bit by bit, whatever else is computed, however a prefill is cut and wherever
+            the pools keep what a row sees. For this device, number type and number of threads. Raises SettingsError
+            where products of fixed shape do not give that.
 
     Attributes:
         holdings: who holds what of the two pools.
@@ -72,6 +76,7 @@ class DecoderEngine:
         attention: AttentionName = "auto",
         graph_rows: int = 0,
         compiled: bool = False,
+        deterministic: bool = False,
         forward: MakeForward = make_forward,
     ) -> None:
         self.half = half
@@ -92,7 +97,9 @@ class DecoderEngine:
             dtype=half.dtype,
             spare=graph_rows > 0,
         )
-        self._forward = forward(half, self.pools, attention, graph_rows=graph_rows, compiled=compiled)
+        self._forward = forward(
+            half, self.pools, attention, graph_rows=graph_rows, compiled=compiled, deterministic=deterministic
+        )
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -139,10 +146,7 @@ class DecoderEngine:
         """
         self.holdings.grow((work.sequence, work.rows) for work in batch)
         step = Step([work.sequence.rows(work.rows) for work in batch])
-        ids = [i for w in batch for i in w.sequence.timeline.ids(w.sequence.computed, w.sequence.computed + w.rows)]
-        positions = np.concatenate(
-            [w.sequence.timeline.positions(w.sequence.computed, w.sequence.computed + w.rows) for w in batch], axis=1
-        )
+        ids, positions = _rows(batch)
         wanted, counts = _wanted(batch)
         logits = self._forward(step, ids, positions, wanted)
         for work in batch:
@@ -157,6 +161,29 @@ class DecoderEngine:
     def release(self, sequence: DecodeSequence) -> None:
         """Gives back everything a sequence holds. May be called twice. Not while it is in a step."""
         self.holdings.release(sequence)
+
+
+def _rows(batch: Sequence[Work]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(rows,) ids and (3, rows) positions of a step. Most rows of most steps are one token each: no array is made for
+    one of those."""
+    rows = sum(work.rows for work in batch)
+    ids, positions = np.empty(rows, dtype=np.int64), np.empty((3, rows), dtype=np.int64)
+    places: list[int] = []
+    tokens: list[tuple[int, int]] = []
+    at = 0
+    for sequence, count, _ in batch:
+        start, stop = sequence.computed, sequence.computed + count
+        token = sequence.timeline.ordinary(start) if count == 1 else None
+        if token is not None:
+            places.append(at)
+            tokens.append(token)
+        else:
+            ids[at : at + count] = sequence.timeline.ids(start, stop)
+            positions[:, at : at + count] = sequence.timeline.positions(start, stop)
+        at += count
+    if tokens:
+        ids[places], positions[:, places] = np.array(tokens, dtype=np.int64).T
+    return ids, positions
 
 
 def _wanted(batch: Sequence[Work]) -> tuple[list[int], list[int]]:

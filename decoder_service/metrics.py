@@ -25,6 +25,11 @@ def collector(servicer: DecoderServicer) -> Collecting:
         yield families.counter(
             "visual_tokens", "Visual tokens of the prompts that were admitted.", servicer.visual_tokens
         )
+        yield families.counter(
+            "num_preemptions",
+            "Sequences that gave their room back and were computed again.",
+            servicer.model.scheduler.counts.preempted,
+        )
         yield families.counter("generation_tokens", "Tokens drawn.", servicer.generation_tokens)
         finished = {**dict.fromkeys(_REASONS, 0), **servicer.finished}
         yield families.counters("request_success", "Answers that ended, by reason.", "finished_reason", finished)

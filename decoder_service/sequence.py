@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from chiasm.attention.backend import SequenceRows
 from chiasm.attention.pages import Run
 from chiasm.cache.entry import EntryKey
@@ -114,6 +117,7 @@ class DecodeSequence:
         self._extents: dict[UnitName, Extent] = {}
         self._attached = 0  # units from the first that are all attached
         self._runs: list[tuple[int, int, int]] = []  # of those, as `SequenceRows.extents`, neighbours joined
+        self._look: tuple[tuple[int, int], npt.NDArray[np.int64], list[tuple[int, int, int]]] | None = None
         self._relaid = False  # something that was laid has moved, or is another unit now
         self._replaced: set[UnitName] = set()  # units that are others now
 
@@ -278,6 +282,7 @@ class DecodeSequence:
     def _forget_runs(self) -> None:
         self._attached = 0
         self._runs.clear()
+        self._look = None
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
@@ -309,10 +314,16 @@ class DecodeSequence:
         """The next `count` rows, as a step wants them. `self.pages` must hold them."""
         stop, ready = self.computed + count, self.ready_rows
         assert stop <= ready, f"rows to {stop} are asked for, {ready} are ready"
+        known = (len(self.timeline.units), self.timeline.dropped)
+        if count == 1 and self._look is not None and self._look[0] == known:
+            return SequenceRows(self.computed, 1, self.pages, *self._look[1:])
         boundaries = self.timeline.boundaries(self.computed, stop)
         spans = boundaries[boundaries[:, 1] > boundaries[:, 0]]
         first, last = (int(spans[:, 0].min()), int(spans[:, 1].max())) if len(spans) else (0, 0)
-        return SequenceRows(self.computed, count, self.pages, boundaries, self._runs_within(first, last))
+        extents = self._runs_within(first, last)
+        if count == 1 and stop == len(self.timeline):
+            self._look = known, boundaries, extents  # so does every token that is drawn behind this one
+        return SequenceRows(self.computed, count, self.pages, boundaries, extents)
 
     def _runs_within(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Vision tokens [first, last), as `SequenceRows.extents`."""

@@ -79,6 +79,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         limits = dpb.DecoderLimits(
             self_pool_tokens=engine.pages.total * engine.pages.page_size,
             cross_pool_tokens=engine.extents.total,
+            max_running=self.model.scheduler.max_running,
             max_waiting=self.turns.max_waiting,
         )
         load = pb.Load(

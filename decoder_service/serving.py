@@ -35,6 +35,8 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             store=ArenaStore(shared),
             workers_secret=secret,
             max_rows=settings.max_rows,
+            max_units=settings.max_units,
+            max_running=settings.max_running,
         )
         try:
             servicer = DecoderServicer(
@@ -68,8 +70,13 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
         text_tokens=text,
         visual_tokens=visual,
         attention=settings.attention,
-        graph_rows=captured_rows(settings.cuda_graphs, settings.graph_rows, attends(half, settings.attention)),
+        graph_rows=captured_rows(
+            settings.cuda_graphs,
+            settings.graph_rows,
+            attends(half, settings.attention, deterministic=settings.deterministic),
+        ),
         compiled=settings.compile,
+        deterministic=settings.deterministic,
     )
     engine.prepare()
     return model, engine, fingerprint

@@ -38,7 +38,15 @@ class DecoderSettings(WorkerSettings):
     compile: bool = Field(
         default=False, description="let torch compile what is not attention; the first steps of each kind wait for it"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="logits are the same, bit by bit, whatever else is computed; slower, most so for long prompts",
+    )
     max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
+    max_units: int = Field(default=64, ge=1, description="visual units attached in one step, over all timelines")
+    max_running: int = Field(
+        default=256, ge=1, description="answers that have room at the same time; further ones wait"
+    )
     max_waiting: int = Field(
         default=256, ge=1, description="timelines that may wait for room; further ones are refused"
     )

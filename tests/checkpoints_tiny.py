@@ -83,15 +83,15 @@ def tensors(data: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.f
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for weight in weight_table(read_config(data, "tiny")).weights:
-        part = weight.ways[0][0]
-        noise = torch.randn(part.shape, generator=generator)
-        if "norm" in part.name and part.name.endswith("weight"):
-            noise = 1 + 0.1 * noise
-        elif part.name.endswith("bias"):
-            noise = 0.1 * noise
-        elif len(part.shape) > 1 and "embed_tokens" not in part.name and "pos_embed" not in part.name:
-            noise = noise / (noise.numel() / part.shape[0]) ** 0.5
-        made[part.name] = noise.to(dtype)
+        for part in weight.ways[0]:
+            noise = torch.randn(part.shape, generator=generator)
+            if "norm" in part.name and part.name.endswith("weight"):
+                noise = 1 + 0.1 * noise
+            elif part.name.endswith("bias"):
+                noise = 0.1 * noise
+            elif len(part.shape) > 1 and "embed_tokens" not in part.name and "pos_embed" not in part.name:
+                noise = noise / (noise.numel() / part.shape[0]) ** 0.5
+            made[part.name] = noise.to(dtype)
     return made
 
 

@@ -16,6 +16,7 @@ from chiasm.attention.backend import Attention
 from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.flashinfer_kernels import Kernels
 from chiasm.attention.flashinfer_plan import workspace_bytes
+from chiasm.attention.invariant_backend import InvariantAttention
 from chiasm.attention.pages import Pools
 from chiasm.attention.torch_backend import TorchAttention
 from chiasm.settings import SettingsError
@@ -38,7 +39,7 @@ def choose(
     head_dim: int,
     device: torch.device,
     dtype: torch.dtype,
-    apart: bool = False,
+    deterministic: bool = False,
     installed: bool | None = None,
 ) -> Literal["torch", "flashinfer"]:
     """Resolves a name. `auto` is FlashInfer wherever that can serve, and torch else.
@@ -46,7 +47,7 @@ def choose(
     Args:
         heads, kv_heads, head_dim: of the model, query heads first.
         device, dtype: of the pools.
-        apart: what is computed for a sequence may not depend on its company.
+        deterministic: what is computed for a row may depend on nothing but that row and what it sees.
         installed: whether the package `flashinfer` is there; looked up where it is not said.
 
     Raises SettingsError for `flashinfer` where it cannot serve, with the first reason.
@@ -63,7 +64,7 @@ def choose(
         hindrance = f"heads have {head_dim} dimensions, its kernels {', '.join(map(str, HEAD_DIMS))}"
     elif heads % kv_heads:
         hindrance = f"{heads} query heads are no multiple of {kv_heads} key heads"
-    elif apart:
+    elif deterministic:
         hindrance = "it splits a sequence's keys by what else is in the step, and results are to be independent of that"
     elif not here:
         hindrance, fix = "the package is not installed", "pip install 'chiasm[gpu]'"
@@ -74,8 +75,11 @@ def choose(
     return "torch"
 
 
-def make(name: AttentionName, pools: Pools, *, heads: int, apart: bool = False, fixed_rows: int = 0) -> Attention:
-    """The attention of that name over a decoder's pools. Arguments and errors are those of `choose`.
+def make(
+    name: AttentionName, pools: Pools, *, heads: int, deterministic: bool = False, fixed_rows: int = 0
+) -> Attention:
+    """The attention of that name over a decoder's pools. Arguments and errors are those of `choose`, and of
+    `InvariantAttention`.
 
     Args:
         fixed_rows: the most rows for which `FlashInferAttention.fixed` will be asked.
@@ -83,9 +87,19 @@ def make(name: AttentionName, pools: Pools, *, heads: int, apart: bool = False, 
     keys = pools.self_kv
     kv_heads, head_dim = keys.shape[3:]
     device, dtype = keys.device, keys.dtype
-    chosen = choose(name, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype, apart=apart)
+    chosen = choose(
+        name,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        device=device,
+        dtype=dtype,
+        deterministic=deterministic,
+    )
+    if deterministic:
+        return InvariantAttention(pools, heads=heads)
     if chosen == "torch":
-        return TorchAttention(pools, apart=apart)
+        return TorchAttention(pools)
     size = workspace_bytes(
         heads=heads,
         kv_heads=kv_heads,

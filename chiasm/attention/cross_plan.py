@@ -60,29 +60,24 @@ class _Segment:
         return sum(stop - start for start, stop in self.ranges)
 
 
-def plan_cross(step: Step, *, apart: bool = False) -> list[Block]:
+def plan_cross(step: Step) -> list[Block]:
     """The blocks of a step. Rows that see nothing are in none, every other row is in one.
-
-    Args:
-        apart: rows of different sequences are never taken together.
 
     A row that sees a vision token which is not attached is a broken promise.
     """
-    segments: dict[tuple[int, Runs], _Segment] = {}
+    segments: dict[Runs, _Segment] = {}
     at = 0
-    for number, sequence in enumerate(step.sequences):
+    for sequence in step.sequences:
         for start, stop, runs in _segments(sequence):
-            segment = segments.setdefault((number if apart else 0, runs), _Segment(runs, []))
+            segment = segments.setdefault(runs, _Segment(runs, []))
             segment.ranges.append((at + start, at + stop))
         at += sequence.rows
     blocks: list[list[_Segment]] = []
-    last = None
-    for (number, _), segment in segments.items():
-        if blocks and last == number and _joins(blocks[-1], segment):
+    for segment in segments.values():
+        if blocks and _joins(blocks[-1], segment):
             blocks[-1].append(segment)
         else:
             blocks.append([segment])
-        last = number
     return [_block(block) for block in blocks]
 
 

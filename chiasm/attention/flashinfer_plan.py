@@ -162,9 +162,9 @@ def plan_rows(step: Step, *, nowhere: int) -> PagedPlan:
         nowhere: the slot that a row looks at which sees nothing.
     """
     looks: list[cross_plan.Runs] = [(Run(nowhere, 1),)] * step.rows
-    for block in cross_plan.plan_cross(step, apart=True):
-        (row,) = block.rows
-        looks[row] = block.shared
+    for row, sequence in enumerate(step.sequences):
+        for block in cross_plan.plan_cross(Step([sequence])):
+            looks[row] = block.shared
     parts = _Parts()
     at = 0
     for runs, alike in groupby(looks):

@@ -6,15 +6,17 @@ sees all there is.
 
 Single rows are padded to a common length and attended in one batch, which copies their keys. Measured on CPU, from
 `VIEW_FROM` numbers on the copy costs more than a call from Python: a longer sequence whose pages lie side by side is
-read where it lies. Padding repeats a row of the sequence's own: what else lies in the pool may be anything, NaN too.
+read where it lies, and so is one that has nobody to be batched with. Padding repeats a row of the sequence's own: what
+else lies in the pool may be anything, NaN too.
 
 Nothing here knows a layer or a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +62,13 @@ class Padded:
         rows: (B,) their places in the step.
         slots: (B, longest) rows of the self pool, padded with the sequence's first.
         lengths: (B,) how many of them count.
+        whole: they are all rows of the step, as they stand.
     """
 
     rows: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
+    whole: bool
 
 
 @dataclass(slots=True)
@@ -78,43 +82,38 @@ class SelfPlan:
     padded: list[Padded] = field(default_factory=list)
 
 
-def plan_self(step: Step, *, page_size: int, width: int, apart: bool = False) -> SelfPlan:
+def plan_self(step: Step, *, page_size: int, width: int) -> SelfPlan:
     """Sorts the sequences of a step by kind.
 
     Args:
         page_size: rows of a page of the self pool.
         width: numbers in the keys of one row: key heads times head dimension.
-        apart: no sequence shares a batch with another.
     """
-    plan = SelfPlan(np.zeros(0, dtype=np.int64))
-    written: list[npt.NDArray[np.int64]] = []
-    single: list[tuple[int, npt.NDArray[np.int64]]] = []
+    plan = SelfPlan(np.zeros(step.rows, dtype=np.int64))
+    single: list[tuple[int, SequenceRows]] = []
     at = 0
     for sequence in step.sequences:
         start, rows = sequence.start, sequence.rows
         if not rows:
             continue
+        if start and rows == 1:
+            single.append((at, sequence))
+            at += 1
+            continue
         slots = _slots(sequence, page_size)
-        written.append(slots[start:])
+        plan.written[at : at + rows] = slots[start:]
         if start == 0:
             last = plan.fresh[-1] if plan.fresh else None
-            if last is not None and last.stop == at and not apart:
+            if last is not None and last.stop == at:
                 plan.fresh[-1] = Fresh(last.start, at + rows, [*last.lengths, rows])
             else:
                 plan.fresh.append(Fresh(at, at + rows, [rows]))
-        elif rows > 1:
+        else:
             run = _run(slots[:start])
             plan.continued.append(Continued(at, at + rows, slots[:start] if run is None else run))
-        else:
-            run = _run(slots) if len(slots) * width >= VIEW_FROM else None
-            if run is None:
-                single.append((at, slots))
-            else:
-                plan.viewed.append(Viewed(at, run))
         at += rows
-    if written:
-        plan.written = np.concatenate(written)
-    plan.padded = [_pad(some) for some in _alike(single, apart=apart)]
+    if single:
+        _plan_single(plan, single, page_size=page_size, width=width)
     return plan
 
 
@@ -131,23 +130,39 @@ def _run(slots: npt.NDArray[np.int64]) -> Run | None:
     return Run(int(slots[0]), len(slots))
 
 
-def _alike(
-    single: Sequence[tuple[int, npt.NDArray[np.int64]]], *, apart: bool
-) -> list[list[tuple[int, npt.NDArray[np.int64]]]]:
-    """Batches in which the longest is at most a quarter and sixteen rows longer than the shortest."""
-    batches: list[list[tuple[int, npt.NDArray[np.int64]]]] = []
-    for row, slots in sorted(single, key=lambda one: len(one[1])):
-        if batches and not apart and len(slots) <= 1.25 * len(batches[-1][0][1]) + 16:
-            batches[-1].append((row, slots))
-        else:
-            batches.append([(row, slots)])
-    return batches
+def _plan_single(plan: SelfPlan, single: Sequence[tuple[int, SequenceRows]], *, page_size: int, width: int) -> None:
+    """Plans sequences of one row each, given with its place: all of them at once, for there may be hundreds and each
+    step plans them anew."""
+    rows = np.array([row for row, _ in single])
+    lengths = np.array([sequence.start + 1 for _, sequence in single])
+    counts = -(-lengths // page_size)
+    has_page = np.arange(counts.max()) < counts[:, None]
+    pages = np.zeros(has_page.shape, dtype=np.int64)
+    held = (sequence.pages[:count] for (_, sequence), count in zip(single, counts.tolist(), strict=True))
+    pages[has_page] = np.fromiter(chain.from_iterable(held), dtype=np.int64, count=int(counts.sum()))
+    own = lengths - 1
+    plan.written[rows] = pages[np.arange(len(single)), own // page_size] * page_size + own % page_size
+    neighbours = ((pages[:, 1:] - pages[:, :-1] == 1) | ~has_page[:, 1:]).all(1)
+    in_place = neighbours & ((lengths * width >= VIEW_FROM) | (len(single) == 1))
+    for i in np.flatnonzero(in_place).tolist():
+        plan.viewed.append(Viewed(int(rows[i]), Run(int(pages[i, 0]) * page_size, int(lengths[i]))))
+    rest = np.flatnonzero(~in_place)
+    for some in _alike(rest[np.argsort(lengths[rest], kind="stable")], lengths):
+        longest = int(lengths[some[-1]])
+        slots = pages[some, : int(counts[some[-1]]), None] * page_size + np.arange(page_size)
+        slots = slots.reshape(len(some), -1)[:, :longest]
+        np.copyto(slots, slots[:, :1], where=np.arange(longest) >= lengths[some, None])
+        whole = np.array_equal(rows[some], np.arange(len(plan.written)))
+        plan.padded.append(Padded(rows[some], slots, lengths[some], whole))
 
 
-def _pad(batch: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Padded:
-    lengths = np.array([len(slots) for _, slots in batch])
-    padded = np.empty((len(batch), lengths[-1]), dtype=np.int64)
-    for line, (_, slots) in zip(padded, batch, strict=True):
-        line[: len(slots)] = slots
-        line[len(slots) :] = slots[0]
-    return Padded(np.array([row for row, _ in batch]), padded, lengths)
+def _alike(ordered: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Batches, of what is ordered by length, in which the longest is at most a quarter and sixteen rows longer than
+    the shortest."""
+    first = 0
+    for i, length in enumerate(lengths[ordered].tolist()):
+        if i > first and length > 1.25 * lengths[ordered[first]] + 16:
+            yield ordered[first:i]
+            first = i
+    if len(ordered):
+        yield ordered[first:]

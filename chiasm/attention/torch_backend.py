@@ -38,36 +38,39 @@ class TorchVarlen:
 
 
 class TorchAttention(TorchVarlen):
-    """`Attention` over `Pools`.
+    """`Attention` over `Pools`."""
 
-    Args:
-        apart: no sequence is batched with another, so that what is computed for one does not depend on its company.
-    """
-
-    def __init__(self, pools: Pools, *, apart: bool = False) -> None:
+    def __init__(self, pools: Pools) -> None:
         self._pools = pools
         self._device = pools.self_kv.device
-        self._apart = apart
         self._kv_heads, self._dim = pools.self_kv.shape[3:]
         self._scratch = torch.empty(0, dtype=pools.self_kv.dtype, device=self._device)
         self._self = SelfPlan(np.zeros(0, dtype=np.int64))
         self._written = torch.empty(0, dtype=torch.long, device=self._device)
         self._before: list[slice | Tensor] = []
+        self._viewed: list[_View] = []
+        self._alone: _View | None = None
         self._padded: list[_Batch] = []
         self._cross: list[_Block] = []
 
     def plan(self, step: Step) -> None:
         width = self._kv_heads * self._dim
-        self._self = plan_self(step, page_size=self._pools.page_size, width=width, apart=self._apart)
+        self._self = plan_self(step, page_size=self._pools.page_size, width=width)
         self._written = torch.from_numpy(self._self.written).to(self._device)
         self._before = [_places(part.before, self._device) for part in self._self.continued]
+        self._viewed = [_View(one.context, self._pools.self_kv) for one in self._self.viewed]
+        self._alone = self._viewed[0] if len(self._viewed) == step.rows == 1 else None
         self._padded = [_Batch(part, self._pools.self_kv) for part in self._self.padded]
-        self._cross = [_Block(block, self._device) for block in plan_cross(step, apart=self._apart)]
+        self._cross = [_Block(block, self._device) for block in plan_cross(step)]
 
     def attend_self(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, *, layer: int) -> Tensor:
+        if self._alone is not None:
+            return self._alone.attend(q_nhd, k_nkd, v_nkd, layer)
         kv = self._pools.self_kv[layer]
         kv[0].index_copy_(0, self._written, k_nkd)
         kv[1].index_copy_(0, self._written, v_nkd)
+        if len(self._padded) == 1 and self._padded[0].whole:
+            return self._look_padded(q_nhd, self._padded[0], kv)
         out = torch.empty_like(q_nhd)
         for whole in self._self.fresh:
             q, k, v = (x[whole.start : whole.stop] for x in (q_nhd, k_nkd, v_nkd))
@@ -75,14 +78,10 @@ class TorchAttention(TorchVarlen):
         for part, before in zip(self._self.continued, self._before, strict=True):
             rows = slice(part.start, part.stop)
             out[rows] = self._continue(q_nhd[rows], k_nkd[rows], v_nkd[rows], kv[:, before])
-        for one in self._self.viewed:
-            k, v = kv[:, one.context.start : sum(one.context)].transpose(1, 2).unsqueeze(1)
-            q = fold(q_nhd[one.row : one.row + 1], self._kv_heads)
-            out[one.row] = attend(q.unsqueeze(0), k, v)[0].view(out.shape[1:])
+        for one, view in zip(self._self.viewed, self._viewed, strict=True):
+            out[one.row] = view.look(q_nhd[one.row], layer)
         for batch in self._padded:
-            k, v = self._gather(kv, batch.slots).transpose(2, 3)
-            q = q_nhd[batch.rows].unflatten(1, (self._kv_heads, -1))
-            out[batch.rows] = attend(q, k, v, bias=batch.bias)[0].flatten(1, 2)
+            out[batch.rows] = self._look_padded(q_nhd[batch.rows], batch, kv)
         return out
 
     def attend_cross(self, q_nhd: Tensor, *, layer: int) -> Tensor:
@@ -99,6 +98,11 @@ class TorchAttention(TorchVarlen):
                 parts.append(attend(q.unsqueeze(0), k, v, bias=bias.repeat_interleave(group, dim=0)))
             out[block.rows] = unfold(merge(parts)[0], block.count)
         return out
+
+    def _look_padded(self, q_bhd: Tensor, batch: _Batch, kv: Tensor) -> Tensor:
+        """(B, H, D) of single rows, each over its own part of (K|V, rows, K, D)."""
+        k, v = self._gather(kv, batch.slots).transpose(2, 3)
+        return attend(q_bhd.unflatten(1, (self._kv_heads, -1)), k, v, bias=batch.bias)[0].flatten(1, 2)
 
     def _continue(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, before: Tensor) -> Tensor:
         """(N, H, D) of rows that see (K|V, rows, K, D) earlier ones whole, and each other causally."""
@@ -121,11 +125,39 @@ class TorchAttention(TorchVarlen):
         return gathered.view(2, *slots_bs.shape, *gathered.shape[2:])
 
 
+class _View:
+    """What a single row sees, in place, of all layers: looked up once a step, since a decode step of one row consists
+    of many small calls.
+
+    Args:
+        context: its sequence's rows, itself the last.
+        kv: (layers, K|V, rows, K, D).
+    """
+
+    def __init__(self, context: Run, kv: Tensor) -> None:
+        end = sum(context)
+        self._kv_heads, self._dim = kv.shape[3:]
+        self._seen = kv[:, :, context.start : end].transpose(2, 3).unsqueeze(2).flatten(0, 1).unbind()
+        self._own = kv[:, :, end - 1 : end].flatten(0, 1).unbind()
+
+    def attend(self, q_1hd: Tensor, k_1kd: Tensor, v_1kd: Tensor, layer: int) -> Tensor:
+        """As `TorchAttention.attend_self` for a step of this row alone."""
+        self._own[2 * layer].copy_(k_1kd)
+        self._own[2 * layer + 1].copy_(v_1kd)
+        return self.look(q_1hd, layer)
+
+    def look(self, q: Tensor, layer: int) -> Tensor:
+        """The row's queries, in any shape that ends with (H, D)."""
+        folded = q.reshape(1, self._kv_heads, -1, self._dim)
+        return attend(folded, self._seen[2 * layer], self._seen[2 * layer + 1])[0].view(q.shape)
+
+
 class _Batch:
     """`Padded` as tensors: places (B,), slots (B, S), and what is added to (B, 1, 1, S) scores to hide the padding."""
 
     def __init__(self, padded: Padded, kv: Tensor) -> None:
         self.rows = _places(padded.rows, kv.device)
+        self.whole = padded.whole
         self.slots = torch.from_numpy(padded.slots).to(kv.device)
         hidden = np.arange(padded.slots.shape[1]) >= padded.lengths[:, None]
         self.bias: Tensor | None = None

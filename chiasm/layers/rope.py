@@ -1,5 +1,8 @@
 """Rotary embeddings: angles in float32, halves rotated against each other ("neox" pairs j and j + dim/2).
 
+Of two halves (a, b) a rotation makes (a cos - b sin, b cos + a sin). The tables carry the sign, so that this is two
+products and a sum for all layers of a step: sines are negated in their first half.
+
 Tables are plain tensors, never module buffers: casting a module to bfloat16 must not touch them.
 """
 
@@ -17,11 +20,17 @@ def inverse_frequencies(dim: int, theta: float, *, device: torch.device) -> Tens
     return 1.0 / (theta**exponents)
 
 
-def rotate(x_nhd: Tensor, cos_nd: Tensor, sin_nd: Tensor) -> Tensor:
-    """Rotates (rows, heads, dim) by (rows, dim) tables; products in the common type of x and the tables."""
-    half = x_nhd.shape[-1] // 2
-    turned = torch.cat((-x_nhd[..., half:], x_nhd[..., :half]), dim=-1)
-    return x_nhd * cos_nd.unsqueeze(1) + turned * sin_nd.unsqueeze(1)
+def tables(angles_nf: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos, and sin with its sign, each (rows, 1, dim) in `dtype`, of (rows, dim / 2) angles. Cast last."""
+    cos, sin = angles_nf.cos(), angles_nf.sin()
+    both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return both[0].unsqueeze(1).to(dtype), both[1].unsqueeze(1).to(dtype)
+
+
+def rotate(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
+    """Rotates (rows, heads, dim) by `tables`; products in the common type of x and the tables."""
+    swapped = x_nhd.roll(x_nhd.shape[-1] // 2, dims=-1)
+    return (x_nhd * cos_n1d).addcmul_(swapped, sin_n1d)
 
 
 class MultimodalRope:
@@ -42,7 +51,5 @@ class MultimodalRope:
         self.axis = axis.to(device)
 
     def tables(self, positions_3n: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (rows, dim) in `dtype`, of (3, rows) integer positions. Computed in float32, cast last."""
-        angles = positions_3n.float()[self.axis].T * self.inverse
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        """`tables` of (3, rows) integer positions, from angles in float32."""
+        return tables(positions_3n.float()[self.axis].T * self.inverse, dtype)

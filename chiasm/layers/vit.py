@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chiasm.attention.backend import VarlenAttention
-from chiasm.layers.rope import inverse_frequencies, rotate
+from chiasm.layers.rope import inverse_frequencies, rotate, tables
 
 Grid = tuple[int, int]
 """Patches of one frame: (rows, columns)."""
@@ -80,12 +80,11 @@ class VisionRope:
         self._tables: dict[Grid, tuple[Tensor, Tensor]] = {}
 
     def tables(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (P, D) float32, of one grid in patch order."""
+        """cos and sin of `rope.tables`, each (P, 1, D) float32, of one grid in patch order."""
         if grid not in self._tables:
             at_2p = block_order(grid, self.merge).to(self.inverse.device, torch.float32)
             angles = torch.cat([axis.unsqueeze(-1) * self.inverse for axis in at_2p], dim=-1)
-            angles = torch.cat((angles, angles), dim=-1)
-            self._tables[grid] = (angles.cos(), angles.sin())
+            self._tables[grid] = tables(angles, torch.float32)
         return self._tables[grid]
 
 
@@ -99,13 +98,13 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(channels, channels, device=device, dtype=dtype)
 
     def forward(
-        self, x_pc: Tensor, cos_pd: Tensor, sin_pd: Tensor, lengths: Sequence[int], attention: VarlenAttention
+        self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
     ) -> Tensor:
         """(P, C) to (P, C); `lengths` are the patches of each grid."""
         q_phd, k_phd, v_phd = self.qkv(x_pc).view(x_pc.shape[0], 3, self.heads, -1).unbind(1)
         wide = torch.promote_types(x_pc.dtype, torch.float32)
-        q_phd = rotate(q_phd.to(wide), cos_pd, sin_pd).to(x_pc.dtype)
-        k_phd = rotate(k_phd.to(wide), cos_pd, sin_pd).to(x_pc.dtype)
+        q_phd = rotate(q_phd.to(wide), cos_p1d, sin_p1d).to(x_pc.dtype)
+        k_phd = rotate(k_phd.to(wide), cos_p1d, sin_p1d).to(x_pc.dtype)
         mixed = attention.varlen(q_phd, k_phd, v_phd, lengths, causal=False)
         out: Tensor = self.proj(mixed.reshape(x_pc.shape))
         return out
@@ -138,10 +137,10 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(channels, intermediate, device=device, dtype=dtype)
 
     def forward(
-        self, x_pc: Tensor, cos_pd: Tensor, sin_pd: Tensor, lengths: Sequence[int], attention: VarlenAttention
+        self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
     ) -> Tensor:
         """(P, C) to (P, C); (P, D) rotary tables, and the patches of each grid in `lengths`."""
-        x_pc = x_pc + self.attn(self.norm1(x_pc), cos_pd, sin_pd, lengths, attention)
+        x_pc = x_pc + self.attn(self.norm1(x_pc), cos_p1d, sin_p1d, lengths, attention)
         out: Tensor = x_pc + self.mlp(self.norm2(x_pc))
         return out
 
@@ -185,9 +184,9 @@ class VisionTransformer(nn.Module):
         """
         x_pc: Tensor = self.patch_embed(patches_pv) + torch.cat([self.pos_embed(grid) for grid in grids])
         tables = [self.rope.tables(grid) for grid in grids]
-        cos_pd = torch.cat([cos for cos, _ in tables])
-        sin_pd = torch.cat([sin for _, sin in tables])
+        cos_p1d = torch.cat([cos for cos, _ in tables])
+        sin_p1d = torch.cat([sin for _, sin in tables])
         lengths = [rows * columns for rows, columns in grids]
         for block in self.blocks:
-            x_pc = block(x_pc, cos_pd, sin_pd, lengths, attention)
+            x_pc = block(x_pc, cos_p1d, sin_p1d, lengths, attention)
             yield x_pc

@@ -35,7 +35,7 @@ def test_auto_is_flashinfer_where_it_can_serve() -> None:
         ({"dtype": torch.float32}, "computes in torch.float32", "--attention auto"),
         ({"head_dim": 32}, "heads have 32 dimensions, its kernels 64, 128, 256", "--attention auto"),
         ({"heads": 6, "kv_heads": 4}, "6 query heads are no multiple of 4 key heads", "--attention auto"),
-        ({"apart": True}, "independent", "--attention auto"),
+        ({"deterministic": True}, "independent", "--attention auto"),
         ({"installed": False}, "not installed", "pip install 'chiasm[gpu]'"),
     ],
 )

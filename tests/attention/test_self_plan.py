@@ -45,8 +45,8 @@ def read_back(plan: SelfPlan) -> dict[int, list[int]]:
 
 
 @steady
-@given(data=st.data(), apart=st.booleans(), width=st.sampled_from([1, VIEW_FROM // 8]))
-def test_every_row_finds_its_own_context(data: st.DataObject, apart: bool, width: int) -> None:
+@given(data=st.data(), width=st.sampled_from([1, VIEW_FROM // 8]))
+def test_every_row_finds_its_own_context(data: st.DataObject, width: int) -> None:
     pages = list(range(40))
     if data.draw(st.booleans()):
         pages = data.draw(st.permutations(pages))
@@ -61,11 +61,9 @@ def test_every_row_finds_its_own_context(data: st.DataObject, apart: bool, width
         sequences.append(rows(start, count, held))
         expected |= {at + i: slots[: start + i + 1] for i in range(count)}
         at += count
-    plan = plan_self(Step(sequences), page_size=PAGE, width=width, apart=apart)
+    plan = plan_self(Step(sequences), page_size=PAGE, width=width)
     assert read_back(plan) == expected
     assert plan.written.tolist() == [slots[-1] for _, slots in sorted(expected.items())]
-    if apart:
-        assert all(len(one.lengths) == 1 for one in plan.fresh) and all(len(one.rows) == 1 for one in plan.padded)
 
 
 def test_single_rows_of_like_length_are_one_batch() -> None:
@@ -85,8 +83,11 @@ def test_a_long_context_in_neighbouring_pages_is_read_in_place() -> None:
     plan = plan_self(Step([rows(14, 1, together), rows(14, 1, scattered)]), page_size=PAGE, width=VIEW_FROM // 15 + 1)
     assert [(one.row, one.context) for one in plan.viewed] == [(0, Run(20, 15))]
     assert [batch.rows.tolist() for batch in plan.padded] == [[1]]
-    short = plan_self(Step([rows(14, 1, together)]), page_size=PAGE, width=8)
-    assert not short.viewed and len(short.padded) == 1
+    short = rows(14, 1, together)
+    beside = plan_self(Step([short, rows(14, 1, scattered)]), page_size=PAGE, width=8)
+    assert not beside.viewed and len(beside.padded) == 1
+    alone = plan_self(Step([short]), page_size=PAGE, width=8)
+    assert len(alone.viewed) == 1 and not alone.padded, "there is nobody to be batched with"
 
 
 def test_whole_sequences_beside_each_other_are_taken_together() -> None:

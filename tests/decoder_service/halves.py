@@ -91,6 +91,7 @@ class Halves:
         max_units: int = MAX_UNITS,
         max_running: int | None = None,
         page_size: int = 16,
+        deterministic: bool = False,
     ) -> None:
         fingerprint, secret = model.checkpoint.fingerprint, bytes(range(32))
         self.model = model
@@ -108,6 +109,7 @@ class Halves:
             text_tokens=text_tokens,
             visual_tokens=visual_tokens,
             page_size=page_size,
+            deterministic=deterministic,
         )
         self.decoder = DecoderModel(
             engine,
@@ -224,6 +226,7 @@ async def halves(
     max_units: int = MAX_UNITS,
     max_running: int | None = None,
     page_size: int = 16,
+    deterministic: bool = False,
 ) -> AsyncIterator[Halves]:
     """The shipped model, one that is open, or the one in `folder`. Nothing may be left in its pools at the end."""
     system = Halves(
@@ -235,6 +238,7 @@ async def halves(
         max_units=max_units,
         max_running=max_running,
         page_size=page_size,
+        deterministic=deterministic,
     )
     try:
         yield system

@@ -121,7 +121,14 @@ class Interpreted:
         self._largest_table = largest_table
 
     def __call__(
-        self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+        self,
+        half: DecoderHalf,
+        pools: Pools,
+        attention: AttentionName,
+        *,
+        graph_rows: int,
+        compiled: bool,
+        deterministic: bool,
     ) -> GraphForward:
         compute = Compiled(half) if compiled else half.forward
         workspace = torch.zeros(16, dtype=torch.uint8)

@@ -38,7 +38,14 @@ class Traced:
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(
-        self, half: DecoderHalf, pools: Pools, attention: AttentionName, *, graph_rows: int, compiled: bool
+        self,
+        half: DecoderHalf,
+        pools: Pools,
+        attention: AttentionName,
+        *,
+        graph_rows: int,
+        compiled: bool,
+        deterministic: bool,
     ) -> EagerForward:
         def keep(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             assert all(x.numel() for x in inputs if isinstance(x, Tensor)), "what nobody reads would be left out"

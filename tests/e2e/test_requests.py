@@ -245,6 +245,31 @@ async def test_b127_to_b130_options_out_of_range_are_refused(field: str, value: 
     assert (error.reason, error.item) == ("FIELD_OUT_OF_RANGE", field)
 
 
+async def test_several_answers_to_one_prompt_end_one_by_one_and_are_accounted_for_once() -> None:
+    clip = digits.shipped_clips()[0]
+    request = question("Read the digits.", video(clip.path.read_bytes()), max_tokens=8)
+    request.sampling.n, request.sampling.temperature, request.sampling.seed = 3, 5.0, 7
+    request.sampling.ignore_eos = True
+    async with running() as service:
+        answers: dict[int, list[int]] = {}
+        ends: list[pb.Finished] = []
+        async with aclosing(service.generate(request)) as events:
+            async for event in events:
+                if event.HasField("tokens"):
+                    ids = answers.setdefault(event.tokens.sequence, [])
+                    assert event.tokens.index == len(ids)
+                    ids.extend(event.tokens.ids)
+                elif event.HasField("finished"):
+                    ends.append(event.finished)
+        request.sampling.n = 1
+        alone = await ask(service, request)
+    assert sorted(answers) == [0, 1, 2] and sorted(end.sequence for end in ends) == [0, 1, 2]
+    assert all(len(ids) == 8 for ids in answers.values()) and len({*map(tuple, answers.values())}) == 3
+    assert answers[0] == alone.ids, "the first is what a request for one answer gets"
+    assert [end.HasField("usage") for end in ends] == [False, False, True]
+    assert ends[-1].usage.output_tokens == 24 and len(ends[-1].usage.media) == 1
+
+
 async def test_b142_an_unknown_field_is_refused_at_any_depth() -> None:
     request = question("Read the digits.")
     request.sampling.MergeFromString(b"\xa2\x06\x01x")  # field 100, which SamplingParams does not have

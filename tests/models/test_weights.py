@@ -99,7 +99,8 @@ def test_every_tensor_reaches_the_parameter_the_table_names(tmp_path: Path) -> N
     modules = dict(zip(("encoder", "decoder"), load(tmp_path / "tiny"), strict=True))
     for weight in model.weights.weights:
         filled = dict(modules[weight.half].named_parameters())[weight.parameter]
-        assert torch.equal(filled.flatten(), made[weight.ways[0][0].name].flatten()), weight.parameter
+        stored = torch.cat([made[part.name].reshape(-1) for part in weight.ways[0]])
+        assert torch.equal(filled.flatten(), stored), weight.parameter
 
 
 def test_weights_are_cast_to_the_type_asked_for(tmp_path: Path) -> None:
@@ -155,6 +156,20 @@ def test_a_half_filled_fused_weight_names_what_is_missing(tmp_path: Path) -> Non
         f"{QKV}.weight is half-filled: model.visual.blocks.0.attn.k.weight missing",
         "model.visual.blocks.2.attn.qkv.bias is half-filled: model.visual.blocks.2.attn.v.bias missing",
     )
+
+
+def test_a_projection_that_lacks_a_part_names_it(tmp_path: Path) -> None:
+    layers = "model.language_model.layers"
+    gone = [f"{layers}.0.self_attn.k_proj.weight", f"{layers}.1.mlp.up_proj.weight"]
+
+    def remove(made: dict[str, Tensor]) -> None:
+        for name in gone:
+            del made[name]
+
+    assert set(problems(changed(tmp_path / "tiny", remove), "decoder")) == {
+        f"{layers}.0.self_attn.q_proj.weight is half-filled: {gone[0]} missing",
+        f"{layers}.1.mlp.gate_proj.weight is half-filled: {gone[1]} missing",
+    }
 
 
 @pytest.mark.parametrize("parts", ["qkv", "q"])

@@ -172,8 +172,10 @@ def _tensors(encoder: MossVLEncoder, decoder: MossVLDecoder) -> dict[str, Tensor
     for half, module in halves.items():
         parameters = dict(module.named_parameters())
         for weight in table.of(half):
-            (part,) = weight.ways[0]
-            tensors[part.name] = parameters[weight.parameter].detach().to(torch.bfloat16).reshape(part.shape)
+            parameter = parameters[weight.parameter].detach().to(torch.bfloat16)
+            for part in weight.ways[0]:
+                rows = parameter if part.rows is None else parameter[slice(*part.rows)]
+                tensors[part.name] = rows.reshape(part.shape).contiguous()
     return tensors
 
 

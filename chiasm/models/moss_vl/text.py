@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import Attention
+from chiasm.layers.linear import Linear
 from chiasm.layers.mlp import GatedMLP
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
@@ -31,14 +32,14 @@ class CrossAttention(nn.Module):
         self.layer = layer
         self.head_dim = t.head_dim
         width = t.num_attention_heads * t.head_dim
-        self.q_proj = nn.Linear(t.hidden_size, width, bias=False, device=device, dtype=dtype)
-        self.o_proj = nn.Linear(width, t.hidden_size, bias=False, device=device, dtype=dtype)
+        self.q_proj = Linear(t.hidden_size, width, device=device, dtype=dtype)
+        self.o_proj = Linear(width, t.hidden_size, device=device, dtype=dtype)
         self.q_norm = RMSNorm(t.head_dim, t.rms_norm_eps, device=device, dtype=dtype)
 
-    def forward(self, x_ne: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
-        """(N, E) to (N, E), zero for a row that sees nothing; (N, D) tables of the rows' text positions."""
+    def forward(self, x_ne: Tensor, cos_n1d: Tensor, sin_n1d: Tensor, attention: Attention) -> Tensor:
+        """(N, E) to (N, E), zero for a row that sees nothing; (N, 1, D) tables of the rows' text positions."""
         rows = x_ne.shape[0]
-        q_nhd = rotate(self.q_norm(self.q_proj(x_ne).view(rows, -1, self.head_dim)), cos_nd, sin_nd)
+        q_nhd = rotate(self.q_norm(self.q_proj(x_ne).view(rows, -1, self.head_dim)), cos_n1d, sin_n1d)
         out: Tensor = self.o_proj(attention.attend_cross(q_nhd, layer=self.layer).reshape(rows, -1))
         return out
 
@@ -69,9 +70,9 @@ class SelfLayer(_Layer):
             dtype=dtype,
         )
 
-    def forward(self, h_ne: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
-        """(N, E) residual stream to (N, E); (N, D) rotary tables."""
-        h_ne = h_ne + self.self_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
+    def forward(self, h_ne: Tensor, cos_n1d: Tensor, sin_n1d: Tensor, attention: Attention) -> Tensor:
+        """(N, E) residual stream to (N, E); (N, 1, D) rotary tables."""
+        h_ne = h_ne + self.self_attn(self.input_layernorm(h_ne), cos_n1d, sin_n1d, attention)
         out: Tensor = h_ne + self.mlp(self.post_attention_layernorm(h_ne))
         return out
 
@@ -86,9 +87,9 @@ class CrossLayer(_Layer):
         self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
-    def forward(self, h_ne: Tensor, sees_n1: Tensor, cos_nd: Tensor, sin_nd: Tensor, attention: Attention) -> Tensor:
+    def forward(self, h_ne: Tensor, sees_n1: Tensor, cos_n1d: Tensor, sin_n1d: Tensor, attention: Attention) -> Tensor:
         """(N, E) residual stream to (N, E); `sees_n1` (N, 1) is 1 for a row that sees any vision token and 0 else."""
-        crossed = self.cross_attn(self.input_layernorm(h_ne), cos_nd, sin_nd, attention)
+        crossed = self.cross_attn(self.input_layernorm(h_ne), cos_n1d, sin_n1d, attention)
         h_ne = h_ne + self.cross_attn_attn_gate.tanh() * sees_n1 * crossed
         fed: Tensor = self.mlp(self.post_attention_layernorm(h_ne))
         return h_ne + self.cross_attn_mlp_gate.tanh() * sees_n1 * fed
@@ -116,13 +117,13 @@ class MossVLDecoder(nn.Module):
         kinds = [CrossLayer if i in t.cross_attention_layers else SelfLayer for i in range(t.num_hidden_layers)]
         self.layers = nn.ModuleList(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
         self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
-        self.lm_head = nn.Linear(t.hidden_size, t.vocab_size, bias=False, device=device, dtype=dtype)
+        self.lm_head = Linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
 
     def place(self, entry: Tensor, positions_3t: Tensor) -> Tensor:
         """(layers, K|V, heads, S, D) with its keys rotated to (3, S) positions; values are left as they are."""
-        cos_sd, sin_sd = self.rope.tables(positions_3t.to(self.device), entry.dtype)
+        cos_s1d, sin_s1d = self.rope.tables(positions_3t.to(self.device), entry.dtype)
         keys = entry[:, 0]
-        rotated = rotate(keys.flatten(0, 1).transpose(0, 1), cos_sd, sin_sd).transpose(0, 1).reshape(keys.shape)
+        rotated = rotate(keys.flatten(0, 1).transpose(0, 1), cos_s1d, sin_s1d).transpose(0, 1).reshape(keys.shape)
         return torch.stack((rotated, entry[:, 1]), dim=1)
 
     def forward(
@@ -133,13 +134,13 @@ class MossVLDecoder(nn.Module):
         `sees_n` (N,) tells which rows see any vision token; None when none does, and the cross layers are skipped.
         """
         h_ne = self.embed_tokens(ids_n)
-        cos_nd, sin_nd = self.rope.tables(positions_3n, h_ne.dtype)
+        cos_n1d, sin_n1d = self.rope.tables(positions_3n, h_ne.dtype)
         sees_n1 = None if sees_n is None else sees_n.to(h_ne.dtype).unsqueeze(-1)
         for layer in self.layers:
             if isinstance(layer, CrossLayer):
                 if sees_n1 is not None:
-                    h_ne = layer(h_ne, sees_n1, cos_nd, sin_nd, attention)
+                    h_ne = layer(h_ne, sees_n1, cos_n1d, sin_n1d, attention)
             else:
-                h_ne = layer(h_ne, cos_nd, sin_nd, attention)
+                h_ne = layer(h_ne, cos_n1d, sin_n1d, attention)
         logits: Tensor = self.lm_head(self.norm(h_ne[logits_at]))
         return logits

@@ -89,18 +89,29 @@ def _text(config: Config) -> Iterator[Weight]:
         layer = f"layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield own(f"{layer}.{norm}.weight", hidden)
-        for up in ("gate_proj", "up_proj"):
-            yield own(f"{layer}.mlp.{up}.weight", t.intermediate_size, hidden)
+        yield _stacked(
+            f"{layer}.mlp", "gate_up_proj", hidden, gate_proj=t.intermediate_size, up_proj=t.intermediate_size
+        )
         yield own(f"{layer}.mlp.down_proj.weight", hidden, t.intermediate_size)
         crosses = i in t.cross_attention_layers
         attention = f"{layer}.{'cross_attn' if crosses else 'self_attn'}"
-        yield own(f"{attention}.q_proj.weight", queries, hidden)
         yield own(f"{attention}.o_proj.weight", hidden, queries)
         yield own(f"{attention}.q_norm.weight", t.head_dim)
         if crosses:
+            yield own(f"{attention}.q_proj.weight", queries, hidden)
             for gate in ("cross_attn_attn_gate", "cross_attn_mlp_gate"):
                 yield own(f"{layer}.{gate}", 1)
         else:
-            for projection in ("k_proj", "v_proj"):
-                yield own(f"{attention}.{projection}.weight", keys, hidden)
+            yield _stacked(attention, "qkv_proj", hidden, q_proj=queries, k_proj=keys, v_proj=keys)
             yield own(f"{attention}.k_norm.weight", t.head_dim)
+
+
+def _stacked(module: str, parameter: str, inputs: int, **outputs: int) -> Weight:
+    """Projections of the same input, computed as one: tensors of so many rows each, one above the other."""
+    parts = []
+    at = 0
+    for projection, rows in outputs.items():
+        name = f"model.language_model.{module}.{projection}.weight"
+        parts.append(Part(name, (rows, inputs), (at, at + rows)))
+        at += rows
+    return Weight("decoder", f"{module}.{parameter}.weight", (tuple(parts),))

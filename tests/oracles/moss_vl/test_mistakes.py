@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chiasm.attention.backend import Attention
+from chiasm.layers import rope
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
 from chiasm.layers.vit import Grid, PositionEmbedding, VisionMLP, VisionRope, block_order
@@ -170,9 +171,7 @@ def row_major_vision_rotary(patch: pytest.MonkeyPatch) -> None:
     def tables(self: VisionRope, grid: Grid) -> tuple[Tensor, Tensor]:
         at = torch.arange(grid[0] * grid[1])
         axes = torch.stack((at // grid[1], at % grid[1])).float()
-        angles = torch.cat([axis.unsqueeze(-1) * self.inverse for axis in axes], dim=-1)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        return rope.tables(torch.cat([axis.unsqueeze(-1) * self.inverse for axis in axes], dim=-1), torch.float32)
 
     patch.setattr(VisionRope, "tables", tables)
 
