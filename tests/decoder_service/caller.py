@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -19,22 +19,20 @@ class Caller:
 
     Args:
         clips: the media of its slots, as they are in the end.
-        on_missing: called when it is asked for a unit, before it hands it over anew.
 
     Attributes:
         told: as `Told` has it.
         log: tokens of sequence 0 and laid events, in the order in which they were told.
         attached: units, as they were told to be attached, again and again.
         missing: units it was asked for again, with the cause.
+        end_after: tokens of the first answer after which its side of the call ends; None for never.
     """
 
     def __init__(
         self,
         system: Halves,
         opened: dpb.DecodeOpen,
-        clips: Mapping[int, Clip],
-        *,
-        on_missing: Callable[[], None] = lambda: None,
+        clips: dict[int, Clip],
     ) -> None:
         self.opened = opened
         self.clips = clips
@@ -45,9 +43,9 @@ class Caller:
         self.missing: list[tuple[int, int, str]] = []
         self.events: dict[int, dpb.DecodeAppend | dpb.DecodeDrop] = {}
         self.responses = 0
+        self.end_after: int | None = None
         self._system = system
-        self._on_missing = on_missing
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._ended = False
         self.send(opened)
 
@@ -96,6 +94,8 @@ class Caller:
             self.logprobs[tokens.sequence] += tokens.logprobs or [None] * len(tokens.ids)
             if not tokens.sequence:
                 self.log += tokens.ids
+                if len(self.told.ids) == self.end_after:
+                    self._outbox.put_nowait(None)
         elif which == "laid":
             self.log.append(response.laid)
         elif which == "attached":
@@ -103,12 +103,11 @@ class Caller:
         elif which == "missing":
             slot, unit = response.missing.unit.slot, response.missing.unit.unit
             self.missing.append((slot, unit, response.missing.cause))
-            self._on_missing()
             await self.hand_over(slot, unit)
 
     async def _requests(self) -> AsyncIterator[dpb.DecodeRequest]:
-        while True:
-            yield wrapped(await self._outbox.get())
+        while (message := await self._outbox.get()) is not None:
+            yield wrapped(message)
 
     async def _take_back(self) -> None:
         """The pins of what was never handed over are its own; all others are the decoder's."""

@@ -114,7 +114,7 @@ class Replay:
         clip, writer = self.clips[slot], self.oracle.writer
         if clip.kind == pb.MEDIA_KIND_FRAME:
             before, after = writer.frame(clip.offsets[0])
-            pieces = [before, 0, after]
+            pieces: list[list[int] | int] = [before, 0, after]
         else:
             pieces = writer.medium("image" if clip.kind == pb.MEDIA_KIND_IMAGE else "video", clip.offsets)
         layout = self.oracle.processor.unit_layout((clip.side, clip.side))
