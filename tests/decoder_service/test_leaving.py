@@ -9,15 +9,10 @@ from contextlib import aclosing
 
 import torch
 
-from chiasm.rpc.times import to_duration
-from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from tests.decoder_service.caller import Caller
-from tests.decoder_service.halves import SIDE, Halves, halves
-from tests.decoder_service.oracle import Clip
-from tests.decoder_service.test_preempting import JUDGE, ask, pushed, say_all, told_by
-from tests.decoder_service.test_sharing import TOKENS
-from tests.fuzz.timelines import frames
+from tests.decoder_service.halves import Halves, halves
+from tests.decoder_service.test_preempting import JUDGE, ask, pushed, say_all, show, told_by
 from tests.waiting import until
 
 
@@ -86,18 +81,12 @@ async def test_a_live_timeline_leaves_nothing_wherever_it_is_left() -> None:
         caller.opened.sample = dpb.SAMPLE_MODE_WHILE_OPEN
         return caller
 
-    async def show(caller: Caller) -> None:
+    async def show_all(caller: Caller) -> None:
         for number in range(3):
-            append = dpb.DecodeAppend(event=number + 1, slot=number)
-            append.slots.add(slot=number, kind=pb.MEDIA_KIND_FRAME)
-            caller.clips[number] = Clip([frames(1)[number]], [float(number)], pb.MEDIA_KIND_FRAME)
-            unit = pb.Unit(index=0, grid=pb.Grid(t=1, h=SIDE, w=SIDE), tokens=TOKENS)
-            unit.frames.add(file_index=0, frame_offset=to_duration(float(number)))
-            caller.send(append, dpb.DecodeSized(slot=number, revision=1, final=True, units=[unit]))
-            await caller.hand_over(number, 0)
+            await show(caller, number, number + 1)
 
     async with halves(JUDGE(), dtype=torch.float64) as system:
-        assert await everywhere(system, made, show) >= 15
+        assert await everywhere(system, made, show_all) >= 15
 
 
 async def test_who_has_lost_its_room_leaves_nothing_wherever_it_is_left() -> None:
@@ -111,7 +100,7 @@ async def test_who_has_lost_its_room_leaves_nothing_wherever_it_is_left() -> Non
                 await say_all(caller)
                 running = asyncio.create_task(caller.run())
                 await told_by(caller, told)
-                await system.decoder.stepping.make_way(pushing.first)
+                await pushing.push()
                 for _ in range(told - 1):
                     await asyncio.sleep(0)
                 running.cancel()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from chiasm.errors import InvalidRequest
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -35,8 +36,10 @@ class Pushed(NamedTuple):
     system: Halves
     first: Seat[DecodeSequence]
 
-    async def push(self) -> None:
-        assert await self.system.decoder.stepping.make_way(self.first), "there was somebody"
+    async def push(self) -> bool:
+        """Whether there was anybody."""
+        tries = iter([False, True])
+        return await self.system.decoder.stepping.make_way(self.first, lambda: next(tries))
 
 
 @asynccontextmanager
@@ -55,6 +58,17 @@ def ask(system: Halves, *parts: str | int, tokens: int = 16, number: int = 1, se
     opened.sampling.n = number
     opened.seed = seed
     return Caller(system, opened, {part: CLIP for part in parts if isinstance(part, int)})
+
+
+async def show(caller: Caller, number: int, event: int) -> None:
+    """Appends a frame to a live timeline, in the slot of its number."""
+    append = dpb.DecodeAppend(event=event, slot=number)
+    append.slots.add(slot=number, kind=pb.MEDIA_KIND_FRAME)
+    caller.clips[number] = Clip([frames(1)[number % 3]], [float(number)], pb.MEDIA_KIND_FRAME)
+    unit = pb.Unit(index=0, grid=pb.Grid(t=1, h=SIDE, w=SIDE), tokens=TOKENS)
+    unit.frames.add(file_index=0, frame_offset=to_duration(float(number)))
+    caller.send(append, dpb.DecodeSized(slot=number, revision=1, final=True, units=[unit]))
+    await caller.hand_over(number, 0)
 
 
 async def told_by(caller: Caller, tokens: int) -> None:
@@ -116,9 +130,9 @@ async def test_a_sequence_that_is_pushed_again_and_again_comes_to_its_end() -> N
         for told in range(1, 12):
             await told_by(caller, told)
             await flush_all(pushing.system)
-            await pushing.system.decoder.stepping.make_way(pushing.first)
+            await pushing.push()
         await running
-        assert pushing.system.decoder.scheduler.counts.preempted >= 10
+        assert pushing.system.decoder.scheduler.counts.preempted >= 5
     caller.check_whole(JUDGE())
 
 
@@ -217,13 +231,7 @@ async def test_a_live_timeline_goes_on_where_it_was() -> None:
             if number % 2:
                 await flush_all(system)
             await pushing.push()
-            append = dpb.DecodeAppend(event=2 * number + 1, slot=number)
-            append.slots.add(slot=number, kind=pb.MEDIA_KIND_FRAME)
-            caller.clips[number] = Clip([frames(1)[number % 3]], [float(number)], pb.MEDIA_KIND_FRAME)
-            unit = pb.Unit(index=0, grid=pb.Grid(t=1, h=SIDE, w=SIDE), tokens=TOKENS)
-            unit.frames.add(file_index=0, frame_offset=to_duration(float(number)))
-            caller.send(append, dpb.DecodeSized(slot=number, revision=1, final=True, units=[unit]))
-            await caller.hand_over(number, 0)
+            await show(caller, number, 2 * number + 1)
             if number == 2:
                 caller.send(dpb.DecodeDrop(event=2 * number + 2, first_visible=2))
         told = len(caller.told.ids)
@@ -305,3 +313,42 @@ async def test_a_caller_that_is_done_speaking_hears_every_answer_to_its_end() ->
         caller.end_after = 6
         await caller.run()
     caller.check_whole(JUDGE())
+
+
+async def test_a_live_timeline_takes_room_from_one_that_came_later_and_both_come_to_their_end() -> None:
+    """Who has given way wants its room back at once, and must not get it before it is taken."""
+    async with halves(JUDGE(), dtype=torch.float64, page_size=4, visual_tokens=5 * TOKENS) as system:
+        live = ask(system, "Say each digit you see.", tokens=400)
+        live.opened.sample = dpb.SAMPLE_MODE_WHILE_OPEN
+        running = asyncio.create_task(live.run())
+        await told_by(live, 2)
+        other = ask(system, 0, "Read the digits.", tokens=60)
+        await say_all(other)
+        beside = asyncio.create_task(other.run())
+        await told_by(other, 2)
+        for number in range(4):
+            await show(live, number, number + 1)
+            await told_by(live, len(live.told.ids) + 3)
+        assert system.decoder.scheduler.counts.preempted == 1 and not beside.done()
+        live.send(CLOSE)
+        await running
+        await beside
+        assert system.decoder.scheduler.counts.preempted == 1
+    live.check(JUDGE())
+    other.check_whole(JUDGE())
+
+
+async def test_a_live_timeline_that_outgrows_a_pool_is_refused_and_holds_up_nobody() -> None:
+    async with halves(JUDGE(), dtype=torch.float64, visual_tokens=3 * TOKENS) as system:
+        live = ask(system, "Say each digit you see.", tokens=400)
+        live.opened.sample = dpb.SAMPLE_MODE_WHILE_OPEN
+        running = asyncio.create_task(live.run())
+        for number in range(4):
+            await show(live, number, number + 1)
+        with pytest.raises(InvalidRequest) as caught:
+            await running
+        assert caught.value.reason == "NEVER_FITS"
+        other = ask(system, 0, "Read the digits.", tokens=4)
+        await say_all(other)
+        await other.run()
+    other.check_whole(JUDGE())
