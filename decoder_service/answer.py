@@ -128,19 +128,18 @@ class Answer:
             self._finish(pb.FINISH_REASON_CLOSED)
 
     def tell(self, tokens: Sequence[Outcome]) -> None:
-        """Tells the tokens that were drawn, which are the last that the timeline has, as far as the answer goes."""
-        if tokens and not self.told:
-            self._first = time.monotonic()
-            self._begin(len(tokens))
-        for behind, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
+        """Tells the tokens that were drawn, as far as the answer goes. The timeline may have the next one already."""
+        for token in tokens:
             assert isinstance(token, Drawn), "the sampler draws it"
             if self.finished:
                 return
+            if not self.told:
+                self._first = time.monotonic()
+                self._begin(token.row)
             self._tell_visible()
-            self._add(token, self._sequence.timeline.counter - behind)
+            self._add(token)
 
-    def _add(self, token: Drawn, position: int) -> None:
-        """`position` is the one behind the token."""
+    def _add(self, token: Drawn) -> None:
         self.told += 1
         text = self._detokenizer.push(self._control.get(token) or self._model.token_bytes(token))
         told = self._strings.push(text, may_end=self._may_end)
@@ -159,7 +158,7 @@ class Answer:
             self._tell(silence=pb.Silence(sequence=self._number, attempt=self._open.attempt, index=self.told - 1))
         if self._strings.found is not None or token in self._stop_ids or token.ends:
             self._finish(pb.FINISH_REASON_STOP)
-        elif self.told == self._limit or position >= self._model.context_limit:
+        elif self.told == self._limit or token.position + 1 >= self._model.context_limit:
             self._finish(pb.FINISH_REASON_LENGTH)
 
     @property
@@ -175,9 +174,9 @@ class Answer:
     def _tell(self, **message: object) -> None:
         self._out.append(dpb.DecodeResponse(**message))  # type: ignore[arg-type]
 
-    def _begin(self, drawn: int) -> None:
+    def _begin(self, row: int) -> None:
         timeline = self._sequence.timeline
-        self._prompt_rows = len(timeline) - drawn  # a medium that ended early has left fewer than were admitted
+        self._prompt_rows = row  # a medium that ended early has left fewer than were admitted
         self._spared = min(self._sequence.spared, self._prompt_rows)
         if self._number:
             return  # the first sequence has told what they share

@@ -57,9 +57,10 @@ class Attaching:
             self._again(unit.name)
 
     def _again(self, name: UnitName) -> None:
+        """A unit that is neither announced nor excused is still to come."""
         if self._entries.announced(name):
             self._waiting[name] = None
-        else:
+        elif self._entries.excused(name):
             self._stale[name] = None
 
     async def attach(self) -> list[dpb.DecodeResponse]:
@@ -80,7 +81,7 @@ class Attaching:
                 del self._stale[name]
             elif self._seat.admitted:
                 del self._stale[name]
-                responses.append(await self._entries.ask_again(name, "stale"))
+                responses += await self._entries.ask_again(name, "stale")
         if attached:
             units = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in attached]
             responses.append(dpb.DecodeResponse(attached=dpb.DecodeAttached(units=units)))
@@ -99,10 +100,13 @@ class Attaching:
             if self._sequence.attached(name) or self._model.hold(self._seat, name):
                 await self._settle([name], attached)
                 continue
+            if not self._entries.announced(name):  # another sequence has asked for it again
+                del self._waiting[name]
+                continue
             opened = await self._entries.read(name)
             if isinstance(opened, str):
                 del self._waiting[name]
-                responses.append(await self._entries.ask_again(name, opened))
+                responses += await self._entries.ask_again(name, opened)
             else:
                 reading.append((name, opened))
         return reading if self._seat.admitted else []

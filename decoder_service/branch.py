@@ -5,10 +5,12 @@ Whoever drives it calls `tell` and `advance` whenever it was woken. It reads no 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
 from chiasm.rpc.v1 import decoder_pb2 as dpb
+from decoder_service.ahead import ended
 from decoder_service.answer import Answer
 from decoder_service.attaching import Attaching
 from decoder_service.entries import Entries
@@ -60,6 +62,7 @@ class Branch:
         self._room = 0  # tokens of the answer at most
         self._entered: float | None = None  # when it began to wait, by the monotonic clock
         self._allowed = 0  # tokens that it may still draw, as it was last told
+        self._released = False
 
     def enter(self, room: int) -> None:
         """Lets it wait to be admitted, and then draw so many tokens at most."""
@@ -99,7 +102,7 @@ class Branch:
         Raises ServerError ENTRY_MISSING for an entry that is not to be had.
         """
         seat = self.seat
-        if seat.preempted:
+        if seat.preempted and not self.answer.finished:
             self.units.lost()
             self._model.enter(seat)
             self._grown = self._live
@@ -138,6 +141,10 @@ class Branch:
         self._allowed = min(self.answer.room, self._ahead)
 
     async def release(self) -> None:
-        """Gives back everything it holds."""
+        """Gives back everything it holds, whoever is cancelled meanwhile. May be called twice."""
         self.answer.finished = True
-        await self._model.release(self.seat)
+        if not self._released:
+            self._released = True
+            releasing = asyncio.create_task(self._model.release(self.seat))
+            await ended(releasing)
+            releasing.result()

@@ -105,6 +105,7 @@ class Decoding:
                     yield self._told_admitted()
                 if len(self._branches) < self._options.n and self._first.answer.begun:
                     await self._fork()
+                await self._release_finished()
                 for branch in self._branches:
                     for response in await branch.advance():
                         yield response
@@ -151,6 +152,13 @@ class Decoding:
             branch.answer.close()
             branch.enter(self._room)
 
+    async def _release_finished(self) -> None:
+        """Who has ended holds nothing that others wait for, its own siblings among them."""
+        if len(self._branches) >= self._options.n:
+            for branch in self._branches:
+                if branch.answer.finished:
+                    await branch.release()
+
     async def _read_prompt(self) -> None:
         """Compiles the guide, reads and lays the prompt, in threads: it may take seconds, and everybody else's stream
         would stand still."""
@@ -191,7 +199,7 @@ class Decoding:
             return responses
         async with self._model.stepping.apart(self._first.seat):
             responses += self._tell()
-            while self._inbox and not self._first.answer.finished:
+            while self._inbox and not self._finished:
                 responses += await self._take(self._inbox.popleft())
         return responses
 
@@ -313,7 +321,9 @@ class Decoding:
         return Needs(len(timeline), timeline.counter, timeline.vision_tokens)
 
     def _told_admitted(self) -> dpb.DecodeResponse:
-        held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in self._sequence.attached_units()]
+        names = self._sequence.attached_units()
+        self._entries.excuse(names)
+        held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in names]
         return _admitted(self._needs(), self._room, self._model.context_limit, held=held)
 
     async def _told_estimate(self) -> dpb.DecodeResponse:

@@ -67,7 +67,9 @@ class Drawer:
         if self.guide is not None:
             self.guide.accept(token)
             token.ends = self.guide.ended
-        self._sequence.timeline.append_token(token)
+        timeline = self._sequence.timeline
+        token.row, token.position = len(timeline), timeline.counter
+        timeline.append_token(token)
         self._read += 1
         if self._options.drawing.penalised:
             self._history.add(token)

@@ -51,6 +51,8 @@ class Entries:
         self._announced: dict[UnitName, _Announced] = {}
         self._pins: dict[UnitName, tuple[_Pin, ...]] = {}  # that are not given back yet, each once
         self._asked: Counter[UnitName] = Counter()  # units asked for again, and how often
+        self._coming: set[UnitName] = set()  # asked for again, and not announced since
+        self._excused: set[UnitName] = set()  # the caller was told that they need not be made
 
     def announce(self, ready: dpb.DecodeReady, sequence: DecodeSequence) -> UnitName:
         """Remembers what an entry is. Returns its unit.
@@ -76,6 +78,7 @@ class Entries:
                 facts={"got": contract.shape[3], "needed": needed.shape[3]},
             )
         self.know(sequence, name, contract.key)
+        self._coming.discard(name)
         self._announced[name] = _Announced(contract.key, contract.grid, wire.place_of(ready.entry))
         return name
 
@@ -88,6 +91,14 @@ class Entries:
 
     def announced(self, name: UnitName) -> bool:
         return name in self._announced
+
+    def excuse(self, names: Iterable[UnitName]) -> None:
+        """The caller is told that these units are held, and has nothing made for them."""
+        self._excused.update(names)
+
+    def excused(self, name: UnitName) -> bool:
+        """Nothing comes of a unit unless it is asked for."""
+        return name in self._excused
 
     async def resized(self, slot: int, grids: Sequence[tuple[int, int]]) -> list[UnitName]:
         """Takes back whatever no longer fits a slot that was sized anew. Returns the units."""
@@ -115,16 +126,20 @@ class Entries:
             return "digest" if opened in ("header", "size", "tag") else "contract"
         return opened
 
-    async def ask_again(self, name: UnitName, cause: str) -> dpb.DecodeResponse:
-        """Asks for a unit once more. Raises ServerError ENTRY_MISSING at the second time."""
+    async def ask_again(self, name: UnitName, cause: str) -> list[dpb.DecodeResponse]:
+        """Asks for a unit once more, unless another sequence has done so. Raises ServerError ENTRY_MISSING at the
+        second time."""
+        if name in self._coming:
+            return []
         self._announced.pop(name, None)
+        self._excused.discard(name)
+        self._coming.add(name)
         await self.unpin(name)
         self._asked[name] += 1
         if self._asked[name] > 1:
             raise ServerError("ENTRY_MISSING", f"an entry was {cause} twice", item=self._item_of(name.slot))
-        return dpb.DecodeResponse(
-            missing=dpb.DecodeMissing(unit=pb.UnitRef(slot=name.slot, unit=name.unit), cause=cause)
-        )
+        missing = dpb.DecodeMissing(unit=pb.UnitRef(slot=name.slot, unit=name.unit), cause=cause)
+        return [dpb.DecodeResponse(missing=missing)]
 
     def attached(self, name: UnitName) -> None:
         """An entry was good: if it should be needed again it may be asked for again."""

@@ -192,8 +192,12 @@ class DecoderModel:
 
     def enter(self, seat: Seat[DecodeSequence]) -> None:
         """Lets a timeline wait for the room it takes as it is laid, and for the next token. What others hold already
-        and this one can share takes none."""
+        and this one can share takes none.
+
+        Raises InvalidRequest NEVER_FITS for one that has grown to more than a pool: everybody would wait behind it.
+        """
         timeline = seat.sequence.timeline
+        self.check_fits(text=len(timeline) + 1, visual=timeline.vision_tokens)
         self.scheduler.enter(seat, Room(self._pages(len(timeline) + 1), timeline.vision_tokens))
         self.stepping.poke()
 
@@ -212,27 +216,34 @@ class DecoderModel:
             grow: more visual tokens may be promised: if need be those of sequences that have come later or are of lower
                 priority, but nobody waits for them, for two timelines that wait for each other's would wait for ever.
 
-        Raises Overloaded KV_POOL_FULL if they are not to be had, ServerError FEATURE_COUNT_MISMATCH for a timeline that
-        must not grow and has.
+        Raises Overloaded KV_POOL_FULL if they are not to be had, InvalidRequest NEVER_FITS if no pool has them,
+        ServerError FEATURE_COUNT_MISMATCH for a timeline that must not grow and has.
         """
         holdings, timeline = self.engine.holdings, seat.sequence.timeline
-        while seat.admitted:
+        if grow:
+            self.check_fits(text=len(timeline) + 1, visual=timeline.vision_tokens)
+        if not seat.admitted:
+            return  # it will ask for what it needs by then
+        need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
+        if not grow:
             promised = holdings.promise(seat.sequence)
-            need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
-            if not grow and (need.pages > promised.pages or need.visual > promised.visual):
+            if need.pages > promised.pages or need.visual > promised.visual:
                 raise ServerError(
                     "FEATURE_COUNT_MISMATCH",
                     f"{need.visual} visual tokens, {need.pages} pages are laid; "
                     f"admitted: {promised.visual}, {promised.pages}",
                     facts={"got": need.visual, "needed": promised.visual},
                 )
+
+        def fits() -> bool:
             try:
                 holdings.keep_within(seat.sequence, need.visual)
             except Overloaded:
-                if not await self.stepping.make_way(seat):
-                    raise
-            else:
-                return
+                return False
+            return True
+
+        if not fits() and not await self.stepping.make_way(seat, fits) and seat.admitted:
+            holdings.keep_within(seat.sequence, need.visual)
 
     def hold(self, seat: Seat[DecodeSequence], name: UnitName) -> bool:
         """Gives a sequence that has room a unit that is here at its place. False if it is not."""
@@ -257,9 +268,12 @@ class DecoderModel:
 
     async def release(self, seat: Seat[DecodeSequence]) -> None:
         """Gives back everything a timeline holds, after the step that is running. Others find what it has computed."""
-        self.scheduler.leave(seat)
-        await self.run(self._release, seat.sequence, share=seat.error is None)
-        self._drawers.pop(seat.sequence, None)
+        self.scheduler.retire(seat)
+        try:
+            await self.run(self._release, seat.sequence, share=seat.error is None)
+        finally:
+            self.scheduler.leave(seat)
+            self._drawers.pop(seat.sequence, None)
         if not self._closed:
             self.freed()
 

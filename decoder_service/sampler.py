@@ -94,11 +94,13 @@ class Logprobs(NamedTuple):
 
 
 class Drawn(int):
-    """The id of a token that was drawn. Those who only count tokens need not know that it may have `logprobs`, and that
-    it `ends` an answer behind which nothing may come."""
+    """The id of a token that was drawn. Those who only count tokens need not know that it may have `logprobs`, that it
+    `ends` an answer behind which nothing may come, and the `row` and the `position` at which it was laid."""
 
     logprobs: Logprobs | None = None
     ends: bool = False
+    row: int = 0
+    position: int = 0
 
 
 def draw(logits_v: Tensor, drawing: Drawing, *, index: int, banned: Iterable[int] = (), sequence: int = 0) -> Drawn:

@@ -94,7 +94,7 @@ class Scheduler(Generic[S]):
         self._prefills: dict[Seat[S], None] = {}
         self._units: list[Attach[S]] = []
         self._freed = False  # somebody who waits may have room now
-        self._ways: list[tuple[Seat[S], Callable[[bool], None]]] = []
+        self._ways: list[tuple[Seat[S], Callable[[], bool], Callable[[bool], None]]] = []
         self._planned: Plan[S] | None = None
         self._singles: Singles[S] = Singles()
 
@@ -182,18 +182,24 @@ class Scheduler(Generic[S]):
         """Asks for units to be attached to sequences that have room."""
         self._units.extend(units)
 
-    def make_way(self, seat: Seat[S], settled: Callable[[bool], None]) -> None:
-        """Lets the last of those who are behind a sequence give way before the next step, if there is one. `settled` is
-        called with whether there was."""
-        self._ways.append((seat, settled))
+    def make_way(self, seat: Seat[S], fits: Callable[[], bool], settled: Callable[[bool], None]) -> None:
+        """Lets those who are behind a sequence give way before the next step, the last first, until it `fits`: that
+        takes the room, before somebody who has given way can take it back. `settled` is called with whether it did."""
+        self._ways.append((seat, fits, settled))
 
-    def leave(self, seat: Seat[S]) -> None:
-        """Forgets a sequence. What it holds is its owner's to release."""
+    def retire(self, seat: Seat[S]) -> None:
+        """Nothing more is computed of a sequence, and it waits for nothing. What it holds counts until it leaves: who
+        needs room meanwhile may take it, and must not find that there is none."""
         self.withdraw(seat)
         self._drop_units(seat)
         self._entered.pop(seat, None)
+        seat.need = None
+
+    def leave(self, seat: Seat[S]) -> None:
+        """Forgets a sequence, which holds nothing any more."""
+        self.retire(seat)
         self._running.pop(seat, None)
-        seat.need, seat.admitted = None, False
+        seat.admitted = False
         self.tenants.leave(seat.tenant)
         self._freed = True
 
@@ -386,11 +392,14 @@ class Scheduler(Generic[S]):
             else:
                 return True
 
-    def _make_way(self, seat: Seat[S], settled: Callable[[bool], None]) -> None:
-        victim = self._last() if seat.admitted else seat
-        if victim is not seat:
+    def _make_way(self, seat: Seat[S], fits: Callable[[], bool], settled: Callable[[bool], None]) -> None:
+        while seat.admitted and not fits():
+            victim = self._last()
+            if victim is seat:
+                settled(False)
+                return
             self._preempt(victim)
-        settled(victim is not seat)
+        settled(seat.admitted)
 
     def _last(self) -> Seat[S]:
         """Who gives way: of the tenant of whom one came last, the last of the lowest priority."""

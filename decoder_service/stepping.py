@@ -82,10 +82,10 @@ class Stepping(Generic[S]):
         self.poke()
         return await settled
 
-    async def make_way(self, seat: Seat[S]) -> bool:
-        """Whether somebody behind a sequence has given way for it."""
+    async def make_way(self, seat: Seat[S], fits: Callable[[], bool]) -> bool:
+        """Whether enough of those behind a sequence have given way for it (`Scheduler.make_way`)."""
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.scheduler.make_way(seat, lambda made: None if settled.done() else settled.set_result(made))
+        self.scheduler.make_way(seat, fits, lambda made: None if settled.done() else settled.set_result(made))
         self.poke()
         return await settled
 

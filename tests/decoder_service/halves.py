@@ -20,7 +20,7 @@ from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.engine import DecoderEngine
-from decoder_service.model import DecoderModel
+from decoder_service.model import MAX_UNITS, DecoderModel
 from decoder_service.servicer import DecoderServicer
 from encoder_service.announcing import Announcing
 from encoder_service.engine import EncoderEngine
@@ -29,14 +29,19 @@ ROOT = bytes(32)
 SIDE = 4
 """Patches of a side of a digit's frame; it has SIDE * SIDE / 4 visual tokens and a separator."""
 
-Message = dpb.DecodeOpen | dpb.DecodeSized | dpb.DecodeReady | dpb.DecodeClose | dpb.DecodeAppend
+Message = dpb.DecodeOpen | dpb.DecodeSized | dpb.DecodeReady | dpb.DecodeClose | dpb.DecodeAppend | dpb.DecodeDrop
 _FIELDS = {
     dpb.DecodeOpen: "open",
     dpb.DecodeSized: "sized",
     dpb.DecodeReady: "ready",
     dpb.DecodeClose: "close",
     dpb.DecodeAppend: "append",
+    dpb.DecodeDrop: "drop",
 }
+
+
+def wrapped(message: Message) -> dpb.DecodeRequest:
+    return dpb.DecodeRequest(**{_FIELDS[type(message)]: message})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -83,6 +88,9 @@ class Halves:
         text_tokens: int,
         visual_tokens: int,
         max_rows: int,
+        max_units: int = MAX_UNITS,
+        max_running: int | None = None,
+        page_size: int = 16,
         deterministic: bool = False,
     ) -> None:
         fingerprint, secret = model.checkpoint.fingerprint, bytes(range(32))
@@ -100,10 +108,18 @@ class Halves:
             model.processor,
             text_tokens=text_tokens,
             visual_tokens=visual_tokens,
+            page_size=page_size,
             deterministic=deterministic,
         )
         self.decoder = DecoderModel(
-            engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=secret, max_rows=max_rows
+            engine,
+            model.prompt(),
+            fingerprint=fingerprint,
+            store=self.store,
+            workers_secret=secret,
+            max_rows=max_rows,
+            max_units=max_units,
+            max_running=max_running,
         )
         self.servicer = DecoderServicer(self.decoder, name="digits", family="moss_vl")
 
@@ -194,29 +210,34 @@ CLOSE = dpb.DecodeClose()
 async def sent(messages: Sequence[Message], *, stays: bool = True) -> AsyncIterator[dpb.DecodeRequest]:
     """The messages of a caller that stays until its call is over, or that has nothing more to say after them."""
     for message in messages:
-        yield dpb.DecodeRequest(**{_FIELDS[type(message)]: message})  # type: ignore[arg-type]
+        yield wrapped(message)
     if stays:
         await asyncio.Event().wait()
 
 
 @asynccontextmanager
 async def halves(
-    folder: Path | None = None,
+    folder: Path | Model | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     text_tokens: int = 8192,
     visual_tokens: int = 4096,
     max_rows: int = 512,
+    max_units: int = MAX_UNITS,
+    max_running: int | None = None,
+    page_size: int = 16,
     deterministic: bool = False,
 ) -> AsyncIterator[Halves]:
-    """The shipped model, or the one in `folder`. Nothing may be left in its pools at the end."""
-    model = Model(find("digits") if folder is None else folder)
+    """The shipped model, one that is open, or the one in `folder`. Nothing may be left in its pools at the end."""
     system = Halves(
-        model,
+        folder if isinstance(folder, Model) else Model(folder or find("digits")),
         dtype=dtype,
         text_tokens=text_tokens,
         visual_tokens=visual_tokens,
         max_rows=max_rows,
+        max_units=max_units,
+        max_running=max_running,
+        page_size=page_size,
         deterministic=deterministic,
     )
     try:
