@@ -23,7 +23,8 @@ from chiasm.chat_template import Slot
 from chiasm.models.registry import Model
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fixed_rows import FixedRows
-from decoder_service.sequence import DecodeSequence, SizedSlot
+from decoder_service.laid import SizedSlot
+from decoder_service.sequence import DecodeSequence
 
 FRAMES, GRID = 8, (24, 24)
 CONTEXT, ROWS, BEFORE = 500, 512, 1536

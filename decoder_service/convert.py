@@ -13,8 +13,8 @@ from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
+from decoder_service.laid import SizedSlot
 from decoder_service.packed import PackedPieces
-from decoder_service.sequence import SizedSlot
 
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant", pb.ROLE_TOOL: "tool"}
 

@@ -23,9 +23,10 @@ from decoder_service.ahead import Bell, ahead, ended
 from decoder_service.branch import Branch
 from decoder_service.entries import Entries
 from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
+from decoder_service.laid import Drop
 from decoder_service.model import DecoderModel
 from decoder_service.options import read_options
-from decoder_service.sequence import DecodeSequence, Drop
+from decoder_service.sequence import DecodeSequence
 
 UNREAD = 64
 """Tokens and responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then

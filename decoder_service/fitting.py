@@ -14,7 +14,7 @@ from chiasm.errors import Fact, InvalidRequest
 from chiasm.media.sample import spread
 from chiasm.models.family import Grid
 from chiasm.timeline import UnitLayout
-from decoder_service.sequence import SizedSlot
+from decoder_service.laid import SizedSlot
 
 
 class Needs(NamedTuple):

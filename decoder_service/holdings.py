@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Run
 from chiasm.errors import Overloaded
 from chiasm.timeline import UnitName
+from decoder_service.laid import Extent, SharedPage, UnitPlace
 from decoder_service.room import Room
-from decoder_service.sequence import DecodeSequence, Extent, SharedPage, UnitPlace
+from decoder_service.sequence import DecodeSequence
 from decoder_service.sharing import Shared
 
 

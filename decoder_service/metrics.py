@@ -28,7 +28,7 @@ def collector(servicer: DecoderServicer) -> Collecting:
         yield families.counter(
             "num_preemptions",
             "Sequences that gave their room back and were computed again.",
-            servicer.model.scheduler.counts.preempted,
+            servicer.model.scheduler.preempted,
         )
         yield families.counter("generation_tokens", "Tokens drawn.", servicer.generation_tokens)
         finished = {**dict.fromkeys(_REASONS, 0), **servicer.finished}

@@ -1,4 +1,4 @@
-"""Who runs next: packs the next rows of all sequences of a model into steps, and says who has room and who must wait.
+"""Who runs next: packs the next rows of all sequences of a model into steps.
 
 Continuous batching: a sequence joins the next step whenever it has rows to compute and leaves it whenever it has none.
 A step takes first the sequences that compute one row, whose callers wait for the next token, and fills the rest of its
@@ -6,9 +6,7 @@ budget with pieces of prefills, cut wherever the budget ends. Units are attached
 their own. Who goes first is decided by what its tenant has had, then by priority, then by arrival: priorities order
 the requests of a tenant, and reach no further.
 
-A sequence is admitted with room for what is laid, not for what it may come to say. When the pages run out, somebody who
-came late gives back all it holds and waits to be admitted again: nothing of it is lost, for its timeline says
-what to compute, and its entries are still where they were.
+Who has room, and who must give it back when the pages run out, is for `decoder_service.rooms`.
 
 It is counting throughout: sequences by name, rows, tokens and pages by number. It has seen no tensor, and what a token
 means it does not know beyond whether it ends a sequence. Nothing here waits: `decoder_service.stepping` does.
@@ -17,36 +15,16 @@ means it does not know beyond whether it ends a sequence. Nothing here waits: `d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from chiasm.errors import Overloaded
 from decoder_service.fairness import Tenants
 from decoder_service.room import Room
-from decoder_service.seats import Attach, Outcome, Plan, S, Seat, Share, order, rank
+from decoder_service.rooms import Accounts, Rooms
+from decoder_service.seats import Attach, Outcome, Plan, S, Seat, Share, order
 from decoder_service.singles import Singles
-
-S_contra = TypeVar("S_contra", bound=Hashable, contravariant=True)
-
-
-class Accounts(Protocol[S_contra]):
-    """Who holds what of the pools (`decoder_service.holdings`)."""
-
-    def admit(self, sequence: S_contra, need: Room, *, spare: int) -> bool: ...
-    def grow(self, rows: Iterable[tuple[S_contra, int]]) -> None:
-        """Raises Overloaded, and nothing is changed, if there are no pages."""
-        ...
-
-    def share(self, sequence: S_contra) -> int:
-        """Rows of it that need not be computed any more, because others have."""
-        ...
-
-    def slack(self, sequence: S_contra) -> int:
-        """Rows that its pages hold beyond those that are computed."""
-        ...
-
-    def release(self, sequence: S_contra) -> None: ...
 
 
 @dataclass(slots=True)
@@ -56,12 +34,10 @@ class StepCounts:
     Attributes:
         rows: computed in all steps together.
         batches: sequences of each of the last thousand steps.
-        preempted: sequences that lost their room.
     """
 
     steps: int = 0
     rows: int = 0
-    preempted: int = 0
     batches: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
 
 
@@ -85,16 +61,12 @@ class Scheduler(Generic[S]):
         self.counts = StepCounts()
         self.max_rows = max_rows
         self.max_units = max_units
-        self.max_running = max_running or max_rows
         self._accounts = accounts
         self.tenants = Tenants()
         self._arrived = 0
-        self._entered: dict[Seat[S], None] = {}  # who waits for room
-        self._running: dict[Seat[S], None] = {}  # who has room
+        self._rooms = Rooms(accounts, max_running=max_running or max_rows, stop=self._stop)
         self._prefills: dict[Seat[S], None] = {}
         self._units: list[Attach[S]] = []
-        self._freed = False  # somebody who waits may have room now
-        self._ways: list[tuple[Seat[S], Callable[[], bool], Callable[[bool], None]]] = []
         self._planned: Plan[S] | None = None
         self._singles: Singles[S] = Singles()
 
@@ -103,12 +75,21 @@ class Scheduler(Generic[S]):
     @property
     def running(self) -> int:
         """Sequences that have room."""
-        return len(self._running)
+        return len(self._rooms.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for room."""
-        return len(self._entered)
+        return len(self._rooms.entered)
+
+    @property
+    def preempted(self) -> int:
+        """Sequences that had to give way, since it was made."""
+        return self._rooms.preempted
+
+    @property
+    def max_running(self) -> int:
+        return self._rooms.max_running
 
     @property
     def asking(self) -> int:
@@ -134,13 +115,7 @@ class Scheduler(Generic[S]):
     def enter(self, seat: Seat[S], need: Room) -> None:
         """Lets a sequence wait for room, where there is none now. It is woken when it is `admitted`, or has an
         `error`."""
-        assert not seat.admitted and seat.need is None, "it has room, or waits for it already"
-        seat.preempted, seat.need = False, need
-        self._entered[seat] = None
-        if len(self._entered) == 1 and self._admits(seat, need):
-            self._let_in(seat)
-        else:
-            self._freed = True
+        self._rooms.enter(seat, need)
 
     def want(self, seat: Seat[S], rows: int, *, draws: bool, allowed: int = 0) -> None:
         """Says what is to be computed of a sequence that has room and is in no plan.
@@ -185,32 +160,28 @@ class Scheduler(Generic[S]):
     def make_way(self, seat: Seat[S], fits: Callable[[], bool], settled: Callable[[bool], None]) -> None:
         """Lets those who are behind a sequence give way before the next step, the last first, until it `fits`: that
         takes the room, before somebody who has given way can take it back. `settled` is called with whether it did."""
-        self._ways.append((seat, fits, settled))
+        self._rooms.ways.append((seat, fits, settled))
 
     def retire(self, seat: Seat[S]) -> None:
         """Nothing more is computed of a sequence, and it waits for nothing. What it holds counts until it leaves: who
         needs room meanwhile may take it, and must not find that there is none."""
-        self.withdraw(seat)
-        self._drop_units(seat)
-        self._entered.pop(seat, None)
+        self._stop(seat)
+        self._rooms.entered.pop(seat, None)
         seat.need = None
 
     def leave(self, seat: Seat[S]) -> None:
         """Forgets a sequence, which holds nothing any more."""
         self.retire(seat)
-        self._running.pop(seat, None)
-        seat.admitted = False
+        self._rooms.leave(seat)
         self.tenants.leave(seat.tenant)
-        self._freed = True
 
     def fail_all(self, error: Exception) -> None:
         """Lets nobody go on."""
-        for seat in (*self._entered, *self._running):
-            self.withdraw(seat)
-            self._drop_units(seat)
+        for seat in (*self._rooms.entered, *self._rooms.running):
+            self._stop(seat)
             seat.error = error
             seat.wake()
-        self._entered.clear()
+        self._rooms.entered.clear()
 
     def give_up(self, error: Exception) -> None:
         """The step that was running came to nothing, and nobody goes on."""
@@ -221,21 +192,18 @@ class Scheduler(Generic[S]):
 
     def freed(self) -> None:
         """Something was given back to the pools, or is shared now."""
-        self._freed = True
+        self._rooms.freed = True
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan[S] | None:
         """The next step. None if there is nothing to do. Not while a step is running."""
-        while self._ways:
-            self._make_way(*self._ways.pop(0))
-        if self._freed:
-            self._admit()
+        self._rooms.settle()
         singles = self._take_singles()
         shares = self._take_shares(self.max_rows - len(singles))
         # Whoever has given way for somebody's pages is in no step.
         shares = [share for share in shares if share.seat.admitted]
-        if self._freed:
+        if self._rooms.freed:
             singles = [seat for seat in singles if seat.admitted and seat.error is None]
         plan = Plan(self._take_units(), shares, singles)
         if not any(plan):
@@ -314,7 +282,7 @@ class Scheduler(Generic[S]):
             self._accounts.grow([(seat.sequence, 1) for seat in short])
         except Overloaded:
             # There are not enough pages for all of them: one after the other, and somebody gives way.
-            short = [seat for seat in short if seat.admitted and self._grow(seat, 1)]
+            short = [seat for seat in short if seat.admitted and self._rooms.grow(seat, 1)]
         for seat in short:
             if seat.place >= 0:
                 self._singles.refill(seat, self._accounts.slack(seat.sequence) - 1)
@@ -337,7 +305,7 @@ class Scheduler(Generic[S]):
                 seat.wake()
                 continue
             rows = min(seat.rows, budget)
-            if self._grow(seat, rows):
+            if self._rooms.grow(seat, rows):
                 budget -= rows
                 shares.append(Share(seat, rows, seat.draws and rows == seat.rows))
         return shares
@@ -346,81 +314,9 @@ class Scheduler(Generic[S]):
         seat.rows = 1
         self._singles.join(seat, slack=self._accounts.slack(seat.sequence))
 
-    # -- room --------------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Lets in whoever has room, one after the other: who does not fit holds up those behind."""
-        self._freed = False
-        while self._entered:
-            seat = min(self._entered, key=order)
-            assert seat.need is not None, "it waits"
-            lower = sorted((one for one in self._tenants_own(seat) if one.priority < seat.priority), key=rank)
-            while not self._admits(seat, seat.need):
-                if not lower:
-                    return
-                self._preempt(lower.pop())
-            self._let_in(seat)
-
-    def _admits(self, seat: Seat[S], need: Room) -> bool:
-        """Each that runs may need a page any time, and must not give way for want of it at once."""
-        running = len(self._running)
-        return running < self.max_running and self._accounts.admit(seat.sequence, need, spare=running)
-
-    def _let_in(self, seat: Seat[S]) -> None:
-        del self._entered[seat]
-        seat.need, seat.admitted = None, True
-        self._running[seat] = None
-        seat.wake()
-
-    def _grow(self, seat: Seat[S], rows: int) -> bool:
-        """Gives a sequence pages for its next rows, if need be those of others. False if it has given way itself, or
-        has failed because there is nobody else."""
-        while True:
-            try:
-                self._accounts.grow([(seat.sequence, rows)])
-            except Overloaded as error:
-                if len(self._running) == 1:
-                    self.withdraw(seat)
-                    seat.error = error
-                    self._freed = True
-                    seat.wake()
-                    return False
-                victim = self._last()
-                self._preempt(victim)
-                if victim is seat:
-                    return False
-            else:
-                return True
-
-    def _make_way(self, seat: Seat[S], fits: Callable[[], bool], settled: Callable[[bool], None]) -> None:
-        while seat.admitted and not fits():
-            victim = self._last()
-            if victim is seat:
-                settled(False)
-                return
-            self._preempt(victim)
-        settled(seat.admitted)
-
-    def _last(self) -> Seat[S]:
-        """Who gives way: of the tenant of whom one came last, the last of the lowest priority."""
-        return max(self._tenants_own(max(self._running, key=lambda seat: seat.arrival)), key=rank)
-
-    def _tenants_own(self, seat: Seat[S]) -> Iterable[Seat[S]]:
-        return (one for one in self._running if one.tenant is seat.tenant)
-
-    def _preempt(self, seat: Seat[S]) -> None:
-        """Takes back all that a sequence holds. Its owner enters it anew."""
+    def _stop(self, seat: Seat[S]) -> None:
+        """Nothing of a sequence is in the steps that are not planned yet."""
         self.withdraw(seat)
-        self._drop_units(seat)
-        del self._running[seat]
-        self._accounts.share(seat.sequence)  # it may find it again
-        self._accounts.release(seat.sequence)
-        seat.admitted, seat.preempted = False, True
-        self.counts.preempted += 1
-        self._freed = True
-        seat.wake()
-
-    def _drop_units(self, seat: Seat[S]) -> None:
         dropped = [unit for unit in self._units if unit.seat is seat]
         self._units = [unit for unit in self._units if unit.seat is not seat]
         for unit in dropped:

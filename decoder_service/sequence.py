@@ -8,9 +8,7 @@ no tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,69 +18,8 @@ from chiasm.attention.pages import Run
 from chiasm.cache.entry import EntryKey
 from chiasm.chat_template import Piece, Slot
 from chiasm.timeline import Timeline, UnitLayout, UnitName, unit_name
+from decoder_service.laid import Drop, Extent, SharedPage, SizedSlot, UnitPlace
 from decoder_service.prefix import Chain
-from decoder_service.sharing import Lent
-
-
-@dataclass(frozen=True, slots=True)
-class SizedSlot:
-    """The units of one medium.
-
-    Attributes:
-        pieces: token ids around the units, and unit numbers where they lie (`Prompt.medium`).
-        grids: patches of each unit.
-        offsets: seconds at which each unit is shown.
-        final: they will not change any more.
-    """
-
-    pieces: Iterable[Sequence[int] | int]
-    grids: Sequence[tuple[int, int]]
-    offsets: Sequence[float]
-    final: bool
-
-
-class Drop(NamedTuple):
-    """Hides the oldest units from what is laid after it: those before unit number `first`."""
-
-    first: int
-
-
-class UnitPlace(NamedTuple):
-    """What keys and values in the cross pool depend on: whose they are (`Chain.domain`), which entry they were made
-    from, and the position they are rotated for. The key says the grid, and so how many there are."""
-
-    domain: bytes
-    key: EntryKey
-    start: int
-
-
-class Extent(NamedTuple):
-    """A unit in the cross pool.
-
-    Attributes:
-        runs: of slots, in the order of its tokens.
-        start: the position its keys are rotated for.
-        lent: how others find it; None where nobody can.
-    """
-
-    runs: tuple[Run, ...]
-    start: int
-    lent: Lent[UnitPlace, tuple[Run, ...]] | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(run.length for run in self.runs)
-
-
-class SharedPage(NamedTuple):
-    """A full page of the self pool that others can find. Nobody writes into it.
-
-    Attributes:
-        spared: its rows that this sequence did not compute.
-    """
-
-    lent: Lent[bytes, int]
-    spared: int
 
 
 class DecodeSequence:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from chiasm.chat_template import Slot
 from decoder_service.engine import DecoderEngine
-from decoder_service.sequence import DecodeSequence, SizedSlot
+from decoder_service.laid import SizedSlot
+from decoder_service.sequence import DecodeSequence
 
 GRIDS = [(4, 4), (2, 6), (4, 6)]
 

@@ -17,7 +17,8 @@ from chiasm.local import LocalService, LocalSettings
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.engine import DecoderEngine
-from decoder_service.sequence import DecodeSequence, Drop
+from decoder_service.laid import Drop
+from decoder_service.sequence import DecodeSequence
 from decoder_service.servicer import DecoderServicer
 from tests import digits
 from tests.asking import Answer, ask, forget, image, question, running, video

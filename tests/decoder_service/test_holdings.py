@@ -19,9 +19,10 @@ from chiasm.chat_template import Slot
 from chiasm.errors import Overloaded
 from chiasm.timeline import UnitLayout, UnitName
 from decoder_service.holdings import Holdings
+from decoder_service.laid import Drop, SizedSlot
 from decoder_service.prefix import Chain
 from decoder_service.room import Room
-from decoder_service.sequence import DecodeSequence, Drop, SizedSlot
+from decoder_service.sequence import DecodeSequence
 
 PAGE = 4
 TENANTS = [b"a" * 32, b"b" * 32]

@@ -112,7 +112,7 @@ async def test_an_answer_goes_on_where_it_was_however_much_is_left_of_it(
         await flush(system)
         await Pushed(system, first).push()
         await running
-        assert system.decoder.scheduler.counts.preempted == 1
+        assert system.decoder.scheduler.preempted == 1
     caller.check_whole(JUDGE())
     assert len(caller.told.ids) == 16 and len(caller.attached) == 6, "its units are attached twice"
     assert engine.copied == (3 if flush is flush_nothing else 6) * TOKENS
@@ -132,7 +132,7 @@ async def test_a_sequence_that_is_pushed_again_and_again_comes_to_its_end() -> N
             await flush_all(pushing.system)
             await pushing.push()
         await running
-        assert pushing.system.decoder.scheduler.counts.preempted >= 5
+        assert pushing.system.decoder.scheduler.preempted >= 5
     caller.check_whole(JUDGE())
 
 
@@ -145,7 +145,7 @@ async def test_what_was_never_handed_over_is_not_asked_for_again() -> None:
         for times in range(1, 3):
             await until(lambda: pushing.system.decoder.running == 2)
             await pushing.push()
-            assert pushing.system.decoder.scheduler.counts.preempted == times
+            assert pushing.system.decoder.scheduler.preempted == times
         await until(lambda: pushing.system.decoder.running == 2)
         for unit in range(3):
             await caller.hand_over(0, unit)
@@ -186,7 +186,7 @@ async def test_answers_of_one_request_ask_once_for_what_all_of_them_have_lost() 
         await flush_all(system)
         await asyncio.gather(*(pushing.push() for _ in range(3)))
         await running
-        assert system.decoder.scheduler.counts.preempted == 3
+        assert system.decoder.scheduler.preempted == 3
     caller.check_whole(JUDGE())
     assert sorted(caller.missing) == [(0, unit, "absent") for unit in range(3)]
 
@@ -240,7 +240,7 @@ async def test_a_live_timeline_goes_on_where_it_was() -> None:
         await until(lambda: len(caller.told.ids) > told + 6)
         caller.send(CLOSE)
         await running
-        assert system.decoder.scheduler.counts.preempted == 5
+        assert system.decoder.scheduler.preempted == 5
     assert caller.missing
     caller.check(JUDGE())
     assert caller.told.finished is not None and caller.told.finished.reason == pb.FINISH_REASON_CLOSED
@@ -257,7 +257,7 @@ async def test_a_higher_priority_of_the_same_tenant_takes_the_place_and_gives_it
         await high.run()
         assert len(low.told.ids) < 40, "it has waited"
         await running
-        assert system.decoder.scheduler.counts.preempted == 1
+        assert system.decoder.scheduler.preempted == 1
     low.check_whole(JUDGE())
     high.check_whole(JUDGE())
 
@@ -329,11 +329,11 @@ async def test_a_live_timeline_takes_room_from_one_that_came_later_and_both_come
         for number in range(4):
             await show(live, number, number + 1)
             await told_by(live, len(live.told.ids) + 3)
-        assert system.decoder.scheduler.counts.preempted == 1 and not beside.done()
+        assert system.decoder.scheduler.preempted == 1 and not beside.done()
         live.send(CLOSE)
         await running
         await beside
-        assert system.decoder.scheduler.counts.preempted == 1
+        assert system.decoder.scheduler.preempted == 1
     live.check(JUDGE())
     other.check_whole(JUDGE())
 

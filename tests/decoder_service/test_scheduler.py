@@ -304,7 +304,7 @@ def test_no_more_run_than_may_run() -> None:
 def test_when_the_pages_run_out_the_last_gives_way_and_goes_on_where_it_was() -> None:
     table = Table(pages=5)
     old, new = table.ask("old", rows=4, tokens=8), table.ask("new", rows=4, tokens=8)
-    while table.step() is not None and not table.scheduler.counts.preempted:
+    while table.step() is not None and not table.scheduler.preempted:
         pass
     assert (old.admitted, new.admitted, new.preempted) == (True, False, True)
     assert table.pages.held["new"] == 0
@@ -320,7 +320,7 @@ def test_when_the_pages_run_out_the_last_gives_way_and_goes_on_where_it_was() ->
         table.step()
     table.scheduler.want(new, 4 + drawn, draws=True, allowed=8 - drawn)
     table.run()
-    assert len(new.fresh) == 8 and table.scheduler.counts.preempted == 1
+    assert len(new.fresh) == 8 and table.scheduler.preempted == 1
 
 
 def test_a_lower_priority_gives_way_to_one_that_comes_later() -> None:

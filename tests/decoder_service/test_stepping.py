@@ -137,8 +137,12 @@ async def test_units_are_settled_when_all_were_attached_or_one_was_not() -> None
 async def test_somebody_behind_gives_way_when_asked_and_nobody_in_front() -> None:
     device = Device()
     first, last = device.seat("first"), device.seat("last")
-    assert not await device.stepping.make_way(last)
-    assert await device.stepping.make_way(first)
+
+    def alone(seat: Seat[str]) -> bool:
+        return device.scheduler.running == 1 and seat.admitted
+
+    assert not await device.stepping.make_way(last, lambda: alone(last))
+    assert await device.stepping.make_way(first, lambda: alone(first))
     assert last.preempted and not last.admitted and first.admitted
 
 

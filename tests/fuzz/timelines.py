@@ -376,7 +376,7 @@ async def play(scene: Scene) -> None:
             forgetting.cancel()
         for asking in askings:
             await asking.end()
-        counts["preempted"] += scheduler.counts.preempted > 0
+        counts["preempted"] += scheduler.preempted > 0
         counts["asked again"] += any(asking.caller.missing for asking in askings)
         counts["examples"] += 1
         assert not stuck, f"{[i for i, run in enumerate(runs) if run in stuck]} are stuck"
@@ -387,7 +387,7 @@ async def play(scene: Scene) -> None:
 async def _forget(system: Halves) -> None:
     seen = 0
     while True:
-        if seen != (seen := system.decoder.scheduler.counts.preempted):
+        if seen != (seen := system.decoder.scheduler.preempted):
             await system.store.flush()
             system.decoder.flush()
         await asyncio.sleep(0.0005)

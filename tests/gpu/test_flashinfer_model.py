@@ -11,7 +11,8 @@ from chiasm.chat_template import Slot
 from chiasm.models.registry import Model
 from decoder_service.computing import attends
 from decoder_service.engine import DecoderEngine, Work
-from decoder_service.sequence import DecodeSequence, SizedSlot
+from decoder_service.laid import SizedSlot
+from decoder_service.sequence import DecodeSequence
 from tests.checkpoints_tiny import config, write
 
 GRIDS = [(4, 4), (2, 6), (4, 6), (2, 2)]

@@ -24,7 +24,8 @@ from chiasm.models.moss_vl.vision import MossVLEncoder
 from chiasm.models.registry import Model
 from chiasm.timeline import UnitName
 from decoder_service.engine import DecoderEngine, Work
-from decoder_service.sequence import DecodeSequence, SizedSlot
+from decoder_service.laid import SizedSlot
+from decoder_service.sequence import DecodeSequence
 from tests.checkpoints_tiny import write
 
 CLOSE = 1e-5

@@ -18,7 +18,7 @@ from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.registry import Model, families, find
 from chiasm.timeline import UnitName
 from decoder_service.engine import DecoderEngine, Work
-from decoder_service.sequence import SizedSlot
+from decoder_service.laid import SizedSlot
 from tests import checkpoints_tiny
 
 TINY: dict[str, Callable[[Path], Path]] = {"moss_vl": checkpoints_tiny.write}

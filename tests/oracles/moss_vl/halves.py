@@ -28,7 +28,8 @@ from chiasm.models.moss_vl.vision import MossVLEncoder
 from chiasm.models.registry import Model
 from chiasm.timeline import Timeline
 from decoder_service.engine import DecoderEngine, Work
-from decoder_service.sequence import DecodeSequence, SizedSlot
+from decoder_service.laid import SizedSlot
+from decoder_service.sequence import DecodeSequence
 
 Medium = tuple[int, int, int]
 """A row of grid_thw: frames, patch rows, patch columns."""
