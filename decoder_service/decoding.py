@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from functools import partial
 from typing import TypeAlias
 
-from chiasm.chat_template import Piece, Slot
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -23,7 +22,7 @@ from decoder_service.ahead import Bell, ahead, ended
 from decoder_service.branch import Branch
 from decoder_service.entries import Entries
 from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
-from decoder_service.laid import Drop
+from decoder_service.growth import Growth, broken_order
 from decoder_service.model import DecoderModel
 from decoder_service.options import read_options
 from decoder_service.sequence import DecodeSequence
@@ -54,8 +53,7 @@ class Decoding:
         self._sequence = model.sequence(opened.tenant_root)
         self._branches = [self._branch(self._sequence)]
         self._prompt = convert.ReadPrompt([], {})
-        self._laying: dict[int, int] = {}  # events that are not laid yet, and their pieces
-        self._event = 0  # the last one that came
+        self._growth = Growth(model, self._sequence, self._kinds, self._items)
         self._room = 0  # tokens that each sequence may draw, once it is known
         self._closed = False
         self._ended = False  # the caller's side
@@ -111,7 +109,7 @@ class Decoding:
                     for response in await branch.advance():
                         yield response
                 if self._ended and not self._inbox and self._stuck():
-                    raise _protocol("the caller ended before every unit was handed over")
+                    raise broken_order("the caller ended before every unit was handed over")
                 await self._arrived.wait()  # nothing to do until something comes
         finally:
             giving_back = asyncio.create_task(self._give_back(reader))
@@ -209,7 +207,7 @@ class Decoding:
             raise message
         if message is None:
             if not self._closed:
-                raise _protocol("the caller ended before the timeline was closed")
+                raise broken_order("the caller ended before the timeline was closed")
             self._ended = True
             return []
         self._first.changed = True
@@ -222,15 +220,17 @@ class Decoding:
                 branch.units.announced(name)
                 branch.changed = True
         elif which == "append" and self._live and not self._closed:
-            await self._append(message.append)
+            await self._growth.append(message.append)
+            self._first.answer.heard()
+            await self._check_room()
         elif which == "drop" and self._live and not self._closed:
-            self._lay_event(message.drop.event, Drop(message.drop.first_visible))
+            self._growth.drop(message.drop)
         elif which == "close" and not self._closed:
             self._closed = True
             self._first.answer.close()
         else:
-            raise _protocol(f"{which or 'an empty message'} is not expected here")
-        return self._laid()
+            raise broken_order(f"{which or 'an empty message'} is not expected here")
+        return self._growth.laid()
 
     async def _size(self, sized: dpb.DecodeSized) -> None:
         """Lays a slot, or lays it anew, and takes back whatever no longer fits what is laid."""
@@ -243,7 +243,7 @@ class Decoding:
         except InvalidRequest as error:
             raise error.at(self._items[sized.slot]) from None
         except ValueError as error:
-            raise _protocol(str(error)) from None
+            raise broken_order(str(error)) from None
         self._first.units.unfit(await self._entries.resized(sized.slot, slot.grids))
         for number, unit in enumerate(sized.units):
             if unit.HasField("key"):
@@ -260,46 +260,6 @@ class Decoding:
         if used > model.context_limit:
             raise context_exceeded(f"the timeline needs {used} positions", needed=used, limit=model.context_limit)
         await model.keep_within(self._first.seat, grow=self._live)
-
-    async def _append(self, append: dpb.DecodeAppend) -> None:
-        if append.HasField("at_index"):
-            raise _protocol("at_index is for timelines that are resumed")
-        for slot in append.slots:
-            if slot.slot in self._kinds:
-                raise _protocol(f"slot {slot.slot} is named already")
-            self._kinds[slot.slot], self._items[slot.slot] = slot.kind, slot.item
-        which = append.WhichOneof("content")
-        if which == "turn":
-            turn = convert.read_turn(append.turn, f"append[{append.event}]")
-            text = "".join(part for part in turn.parts if isinstance(part, str))
-            if turn.role != "user" or len(turn.parts) != 1 or not text:
-                raise InvalidRequest("MESSAGE_ORDER", "a live timeline takes user turns of text")
-            ids = await self._model.tokenise(convert.bounded_bytes(text), self._model.prompt.spliced, text)
-            check_text([ids], self._model.context_limit)
-            self._lay_event(append.event, ids)
-        elif which == "slot" and [slot.slot for slot in append.slots] == [append.slot]:
-            self._lay_event(append.event, Slot(append.slot))
-        else:
-            raise InvalidRequest("PLACEHOLDER_MISMATCH", "what is appended names no turn and no slot of its own")
-        self._first.answer.heard()
-        await self._check_room()
-
-    def _lay_event(self, event: int, piece: Piece | Drop) -> None:
-        if event <= self._event:
-            raise _protocol(f"event {event} came after event {self._event}")
-        self._event = event
-        try:
-            self._laying[event] = self._sequence.extend([piece])
-        except ValueError as error:
-            raise _protocol(str(error)) from None
-
-    def _laid(self) -> list[dpb.DecodeResponse]:
-        """Answers to events that have a place by now which cannot move any more."""
-        places = {event: self._sequence.row_of(piece) for event, piece in self._laying.items()}
-        settled = {event: row for event, row in places.items() if row is not None}
-        for event in settled:
-            del self._laying[event]
-        return [dpb.DecodeResponse(laid=pb.Laid(event=event, at_index=row)) for event, row in settled.items()]
 
     # -- admission, attaching, computing ---------------------------------------------------------------------------
 
@@ -358,10 +318,6 @@ def _admitted(
         held=held,
     )
     return dpb.DecodeResponse(admitted=admitted)
-
-
-def _protocol(message: str) -> InvalidRequest:
-    return InvalidRequest("UPLOAD_PROTOCOL", message)
 
 
 async def _read(requests: AsyncIterator[dpb.DecodeRequest], inbox: Inbox, arrived: Bell) -> None:
