@@ -2,9 +2,9 @@
 
 Continuous batching: a sequence joins the next step whenever it has rows to compute and leaves it whenever it has none.
 A step takes first the sequences that compute one row, whose callers wait for the next token, and fills the rest of its
-budget with pieces of prefills, cut wherever the budget ends. Units are attached in the same steps, within a budget of
-their own. Who goes first is decided by what its tenant has had, then by priority, then by arrival: priorities order
-the requests of a tenant, and reach no further.
+budget, an eighth of it at least, with pieces of prefills, cut wherever the budget ends. Units are attached in the same
+steps, within a budget of their own. Who goes first is decided by what its tenant has had, then by priority, then by
+arrival: priorities order the requests of a tenant, and reach no further.
 
 Who has room, and who must give it back when the pages run out, is for `decoder_service.rooms`.
 
@@ -199,7 +199,8 @@ class Scheduler(Generic[S]):
     def plan(self) -> Plan[S] | None:
         """The next step. None if there is nothing to do. Not while a step is running."""
         self._rooms.settle()
-        singles = self._take_singles()
+        # However many draw, prompts get on: else those who have room would wait for those who have no end.
+        singles = self._take_singles(self.max_rows - (max(1, self.max_rows // 8) if self._prefills else 0))
         shares = self._take_shares(self.max_rows - len(singles))
         # Whoever has given way for somebody's pages is in no step.
         shares = [share for share in shares if share.seat.admitted]
@@ -276,8 +277,8 @@ class Scheduler(Generic[S]):
         units, self._units = self._units[: self.max_units], self._units[self.max_units :]
         return units
 
-    def _take_singles(self) -> list[Seat[S]]:
-        seats, short, spent = self._singles.take(self.max_rows)
+    def _take_singles(self, most: int) -> list[Seat[S]]:
+        seats, short, spent = self._singles.take(most)
         try:
             self._accounts.grow([(seat.sequence, 1) for seat in short])
         except Overloaded:

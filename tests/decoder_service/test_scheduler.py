@@ -223,6 +223,16 @@ def test_more_answers_than_a_step_holds_take_turns() -> None:
     assert all(Counter(ran[: 5 * turn]) == dict.fromkeys(names, turn) for turn in range(1, 5)), ran
 
 
+def test_answers_that_fill_every_step_leave_an_eighth_of_it_to_prompts() -> None:
+    table = Table(max_rows=16)
+    for i in range(20):
+        table.ask(f"s{i}", tokens=9)
+    table.ask("prompt", rows=5, tokens=0)
+    steps = [table.step() for _ in range(4)]
+    assert [len(step.singles) for step in steps if step] == [14, 14, 14, 16]
+    assert [step.shares for step in steps if step] == [[("prompt", 2)], [("prompt", 2)], [("prompt", 1)], []]
+
+
 def test_where_a_step_cannot_hold_all_a_tenant_with_many_gets_no_more_than_one_with_few() -> None:
     table = Table(max_rows=4)
     for i in range(8):
