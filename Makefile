@@ -16,11 +16,13 @@ PIP := $(PY) -m pip --disable-pip-version-check
 EDITABLE := --config-settings editable_mode=compat
 # Set PYTEST_ARGS to run a part: make test PYTEST_ARGS="tests/rpc -k status"
 PYTEST_ARGS ?=
+# How long each part of `make fuzz` runs.
+MINUTES ?= 30
 
 # One thread of arithmetic per test process, otherwise the workers fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check proto proto-baseline bench fmt clean
+.PHONY: help demo test fuzz check proto proto-baseline bench fmt clean
 
 help:  ## Prints this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -43,6 +45,10 @@ demo: $(VENV)/.runtime  ## Sets up .venv and lets the shipped model read a video
 
 test: $(VENV)/.dev  ## Sets up .venv and runs all tests.
 	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.dev  ## Runs what the tests run a slice of, MINUTES (30) each: timelines, damaged media.
+	$(PY) -m tests.fuzz.timelines --minutes $(MINUTES)
+	$(PY) -m tests.fuzz.media --minutes $(MINUTES)
 
 check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
 	$(VENV)/bin/ruff check .

@@ -235,6 +235,11 @@ class Timeline:
         return self._drops[-1][1] if self._drops else 0
 
     @property
+    def dropped_from(self) -> int:
+        """The first row that `dropped` units are hidden from; 0 where none are."""
+        return self._drops[-1][0] if self._drops else 0
+
+    @property
     def rope_delta(self) -> int:
         """Next position minus next row: what a generated token's position exceeds its index by."""
         return self.counter - len(self._ids)

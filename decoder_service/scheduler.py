@@ -168,6 +168,10 @@ class Scheduler(Generic[S]):
         self._stop(seat)
         self._rooms.entered.pop(seat, None)
         seat.need = None
+        ways, self._ways = self._ways, [way for way in self._ways if way[0] is not seat]
+        for asking, _, settled in ways:
+            if asking is seat:
+                settled(False)
 
     def leave(self, seat: Seat[S]) -> None:
         """Forgets a sequence, which holds nothing any more."""

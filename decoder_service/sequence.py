@@ -258,7 +258,8 @@ class DecodeSequence:
         spans = boundaries[boundaries[:, 1] > boundaries[:, 0]]
         first, last = (int(spans[:, 0].min()), int(spans[:, 1].max())) if len(spans) else (0, 0)
         extents = self._runs_within(first, last)
-        if count == 1 and stop == len(self.timeline):
+        # A drop may be laid already, behind this row.
+        if count == 1 and stop == len(self.timeline) and self.timeline.dropped_from < stop:
             self._look = known, boundaries, extents  # so does every token that is drawn behind this one
         return SequenceRows(self.computed, count, self.pages, boundaries, extents)
 

@@ -66,7 +66,7 @@ class Caller:
         """Announces an entry; what comes after the call's end is nobody's but its own."""
         self.send(ready)
         if self._ended:
-            await self._take_back()
+            await self.take_back()
 
     def stream(self) -> AsyncGenerator[dpb.DecodeResponse, None]:
         responses = self._system.servicer.Decode(self._requests(), None)
@@ -83,7 +83,7 @@ class Caller:
                         break
         finally:
             self._ended = True
-            await self._take_back()
+            await self.take_back()
 
     async def note(self, response: dpb.DecodeResponse) -> None:
         self.responses += 1
@@ -109,7 +109,7 @@ class Caller:
         while (message := await self._outbox.get()) is not None:
             yield wrapped(message)
 
-    async def _take_back(self) -> None:
+    async def take_back(self) -> None:
         """The pins of what was never handed over are its own; all others are the decoder's."""
         while not self._outbox.empty():
             message = self._outbox.get_nowait()

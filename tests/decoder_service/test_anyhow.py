@@ -11,7 +11,9 @@ from tests.fuzz import timelines
 
 @pytest.mark.timeout(400)
 def test_whatever_the_engine_does_with_a_timeline_its_tokens_are_those_of_one_undivided_pass() -> None:
-    timelines.examine(hypothesis.settings(timelines.SETTINGS, max_examples=60, derandomize=True))
+    # What fails is made small by the long run.
+    phases = [hypothesis.Phase.generate]
+    timelines.examine(hypothesis.settings(timelines.SETTINGS, max_examples=60, derandomize=True, phases=phases))
     counts = timelines.counts
     # Were room never lost, nothing asked for again and all answers the same, this would say little.
     assert counts["preempted"] >= counts["examples"] / 4

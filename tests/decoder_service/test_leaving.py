@@ -138,7 +138,7 @@ async def test_neighbours_of_those_who_leave_notice_nothing() -> None:
                     await caller.note(response)
                     if running.done() or caller.responses > left % 9:
                         break
-            await caller._take_back()
+            await caller.take_back()
             left += 1
         await running
         assert left > 5

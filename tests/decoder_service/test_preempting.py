@@ -75,12 +75,13 @@ async def told_by(caller: Caller, tokens: int) -> None:
     await until(lambda: len(caller.told.ids) >= tokens)
 
 
-async def say_all(caller: Caller) -> None:
+async def say_all(caller: Caller, *, close: bool = True) -> None:
     for slot in caller.clips:
         caller.send(sized(len(CLIP.frames), slot=slot))
         for unit in range(len(CLIP.frames)):
             await caller.hand_over(slot, unit)
-    caller.send(CLOSE)
+    if close:
+        caller.send(CLOSE)
 
 
 async def flush_nothing(system: Halves) -> None:

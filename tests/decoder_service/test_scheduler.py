@@ -437,3 +437,30 @@ def test_tenants_who_are_gone_are_forgotten(tenants: int) -> None:
     for seat in table.seats.values():
         table.scheduler.leave(seat)
     assert not len(table.scheduler.tenants)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_who_is_about_to_give_back_its_pages_still_counts(gone: bool) -> None:
+    """Until it has left, somebody who needs a page waits for it and does not fail for being alone."""
+    table = Table(pages=3)
+    ending = table.ask("ending", rows=PAGE - 1, tokens=9)
+    other = table.ask("other", rows=1, tokens=20)
+    for _ in range(2):
+        table.step()
+    table.scheduler.retire(ending)
+    if gone:
+        table.scheduler.leave(ending)  # and has given nothing back
+    for _ in range(8):
+        table.step()
+    assert (other.error is not None) is gone
+
+
+def test_who_retires_gets_no_room_any_more() -> None:
+    table = Table()
+    settled: list[bool] = []
+    first = table.ask("first")
+    table.ask("last")
+    table.scheduler.make_way(first, lambda: pytest.fail("it has left"), settled.append)
+    table.scheduler.retire(first)
+    table.step()
+    assert settled == [False] and table.scheduler.counts.preempted == 0

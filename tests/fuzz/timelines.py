@@ -43,7 +43,7 @@ from tests.decoder_service.oracle import Clip, Oracle
 TEXTS = ["Read the digits.", "Read the digits. Which one?", "Say each digit you see.", "Q", "x" * 40]
 CLIPS = 3
 FRAMES = 3
-STILL = 20.0
+STILL = 10.0
 """Seconds after which an example that does not end is stuck."""
 
 counts: Counter[str] = Counter()
