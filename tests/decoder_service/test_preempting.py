@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from chiasm.errors import InvalidRequest
+from chiasm.errors import Overloaded
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -346,9 +346,9 @@ async def test_a_live_timeline_that_outgrows_a_pool_is_refused_and_holds_up_nobo
         running = asyncio.create_task(live.run())
         for number in range(4):
             await show(live, number, number + 1)
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(Overloaded) as caught:
             await running
-        assert caught.value.reason == "NEVER_FITS"
+        assert caught.value.reason == "KV_POOL_FULL"
         other = ask(system, 0, "Read the digits.", tokens=4)
         await say_all(other)
         await other.run()
