@@ -266,16 +266,22 @@ async def test_a_higher_priority_of_the_same_tenant_takes_the_place_and_gives_it
 async def test_a_tenant_of_many_requests_gets_no_more_than_one_of_few() -> None:
     """All of the many come first."""
     async with halves(JUDGE(), dtype=torch.float64, max_running=4) as system:
+        held = [await hold(system.decoder, text=1) for _ in range(4)]
         many = [ask(system, f"Q{number}", tokens=20, seed=number) for number in range(24)]
         few = [ask(system, f"F{number}", tokens=20, seed=number) for number in range(6)]
         for caller in (*many, *few):
             caller.opened.fairness_key = "few" if caller in few else "many"
             await say_all(caller)
-        runs = {caller: asyncio.create_task(caller.run()) for caller in (*many, *few)}
+        runs = {caller: asyncio.create_task(caller.run()) for caller in many}
+        await until(lambda: system.decoder.waiting == len(many))
+        runs |= {caller: asyncio.create_task(caller.run()) for caller in few}
+        await until(lambda: system.decoder.waiting == len(many) + len(few))
+        for seat in held:
+            await system.decoder.release(seat)
         await asyncio.wait([runs[caller] for caller in few])
         told = sum(len(caller.told.ids) for caller in many)
         await asyncio.gather(*runs.values())
-    # What had begun before anybody else was there, and what began meanwhile, is not taken back.
+    # What has begun is not taken back.
     assert 6 * 20 - 2 * 20 <= told <= 6 * 20 + 4 * 20
     for caller in (*many, *few):
         caller.check_whole(JUDGE())
