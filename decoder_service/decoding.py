@@ -141,7 +141,8 @@ class Decoding:
     async def _fork(self) -> None:
         """Begins the other sequences, once there is a first token: the pages of their prompt are there."""
         async with self._model.stepping.apart(self._first.seat):
-            self._model.share(self._sequence)
+            if self._first.seat.admitted:  # else it holds nothing, and what it had was shared when it lost it
+                self._model.share(self._sequence)
         self._first.changed = True
         for number in range(1, self._options.n):
             branch = self._branch(self._sequence.fork(), number)

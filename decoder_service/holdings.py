@@ -296,9 +296,15 @@ class Holdings:
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def release(self, sequence: DecodeSequence) -> None:
-        """Takes back everything a sequence holds. May be called twice."""
+    def release(self, sequence: DecodeSequence, *, share: bool = False) -> None:
+        """Takes back everything a sequence holds. May be called twice.
+
+        Args:
+            share: others find what it has computed. Nobody sees it hold what it is given for that.
+        """
         with self._lock:
+            if share:
+                self.share(sequence)
             self._promised.pop(sequence, None)
             self._release_pages(sequence, 0)
             for extent in sequence.detach_all():

@@ -216,12 +216,10 @@ class DecoderModel:
             grow: more visual tokens may be promised: if need be those of sequences that have come later or are of lower
                 priority, but nobody waits for them, for two timelines that wait for each other's would wait for ever.
 
-        Raises Overloaded KV_POOL_FULL if they are not to be had, InvalidRequest NEVER_FITS if no pool has them,
-        ServerError FEATURE_COUNT_MISMATCH for a timeline that must not grow and has.
+        Raises Overloaded KV_POOL_FULL if they are not to be had, ServerError FEATURE_COUNT_MISMATCH for a timeline that
+        must not grow and has.
         """
         holdings, timeline = self.engine.holdings, seat.sequence.timeline
-        if grow:
-            self.check_fits(text=len(timeline) + 1, visual=timeline.vision_tokens)
         if not seat.admitted:
             return  # it will ask for what it needs by then
         need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
@@ -242,7 +240,9 @@ class DecoderModel:
                 return False
             return True
 
-        if not fits() and not await self.stepping.make_way(seat, fits) and seat.admitted:
+        # Nobody makes way for what no pool can hold.
+        possible = need.visual <= self.engine.extents.total
+        if not fits() and not (possible and await self.stepping.make_way(seat, fits)) and seat.admitted:
             holdings.keep_within(seat.sequence, need.visual)
 
     def hold(self, seat: Seat[DecodeSequence], name: UnitName) -> bool:
@@ -270,17 +270,12 @@ class DecoderModel:
         """Gives back everything a timeline holds, after the step that is running. Others find what it has computed."""
         self.scheduler.retire(seat)
         try:
-            await self.run(self._release, seat.sequence, share=seat.error is None)
+            await self.run(self.engine.holdings.release, seat.sequence, share=seat.error is None)
         finally:
             self.scheduler.leave(seat)
             self._drawers.pop(seat.sequence, None)
         if not self._closed:
             self.freed()
-
-    def _release(self, sequence: DecodeSequence, *, share: bool) -> None:
-        if share:
-            self.engine.holdings.share(sequence)
-        self.engine.release(sequence)
 
     async def close(self) -> None:
         self._closed = True

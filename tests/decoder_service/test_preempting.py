@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from chiasm.errors import InvalidRequest
+from chiasm.errors import Overloaded
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -266,16 +266,22 @@ async def test_a_higher_priority_of_the_same_tenant_takes_the_place_and_gives_it
 async def test_a_tenant_of_many_requests_gets_no_more_than_one_of_few() -> None:
     """All of the many come first."""
     async with halves(JUDGE(), dtype=torch.float64, max_running=4) as system:
+        held = [await hold(system.decoder, text=1) for _ in range(4)]
         many = [ask(system, f"Q{number}", tokens=20, seed=number) for number in range(24)]
         few = [ask(system, f"F{number}", tokens=20, seed=number) for number in range(6)]
         for caller in (*many, *few):
             caller.opened.fairness_key = "few" if caller in few else "many"
             await say_all(caller)
-        runs = {caller: asyncio.create_task(caller.run()) for caller in (*many, *few)}
+        runs = {caller: asyncio.create_task(caller.run()) for caller in many}
+        await until(lambda: system.decoder.waiting == len(many))
+        runs |= {caller: asyncio.create_task(caller.run()) for caller in few}
+        await until(lambda: system.decoder.waiting == len(many) + len(few))
+        for seat in held:
+            await system.decoder.release(seat)
         await asyncio.wait([runs[caller] for caller in few])
         told = sum(len(caller.told.ids) for caller in many)
         await asyncio.gather(*runs.values())
-    # What had begun before anybody else was there, and what began meanwhile, is not taken back.
+    # What has begun is not taken back.
     assert 6 * 20 - 2 * 20 <= told <= 6 * 20 + 4 * 20
     for caller in (*many, *few):
         caller.check_whole(JUDGE())
@@ -346,9 +352,9 @@ async def test_a_live_timeline_that_outgrows_a_pool_is_refused_and_holds_up_nobo
         running = asyncio.create_task(live.run())
         for number in range(4):
             await show(live, number, number + 1)
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(Overloaded) as caught:
             await running
-        assert caught.value.reason == "NEVER_FITS"
+        assert caught.value.reason == "KV_POOL_FULL"
         other = ask(system, 0, "Read the digits.", tokens=4)
         await say_all(other)
         await other.run()
