@@ -74,6 +74,15 @@ class Rooms(Generic[S]):
         else:
             self.freed = True
 
+    def retire(self, seat: Seat[S]) -> None:
+        """A sequence waits for nothing any more, and nobody gives way for it."""
+        self.entered.pop(seat, None)
+        seat.need = None
+        ways, self.ways = self.ways, [way for way in self.ways if way[0] is not seat]
+        for asking, _, settled in ways:
+            if asking is seat:
+                settled(False)
+
     def leave(self, seat: Seat[S]) -> None:
         """Forgets a sequence, which holds nothing any more."""
         self.running.pop(seat, None)

@@ -166,12 +166,7 @@ class Scheduler(Generic[S]):
         """Nothing more is computed of a sequence, and it waits for nothing. What it holds counts until it leaves: who
         needs room meanwhile may take it, and must not find that there is none."""
         self._stop(seat)
-        self._rooms.entered.pop(seat, None)
-        seat.need = None
-        ways, self._ways = self._ways, [way for way in self._ways if way[0] is not seat]
-        for asking, _, settled in ways:
-            if asking is seat:
-                settled(False)
+        self._rooms.retire(seat)
 
     def leave(self, seat: Seat[S]) -> None:
         """Forgets a sequence, which holds nothing any more."""
@@ -182,10 +177,9 @@ class Scheduler(Generic[S]):
     def fail_all(self, error: Exception) -> None:
         """Lets nobody go on."""
         for seat in (*self._rooms.entered, *self._rooms.running):
-            self._stop(seat)
+            self.retire(seat)
             seat.error = error
             seat.wake()
-        self._rooms.entered.clear()
 
     def give_up(self, error: Exception) -> None:
         """The step that was running came to nothing, and nobody goes on."""

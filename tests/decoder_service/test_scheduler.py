@@ -463,4 +463,4 @@ def test_who_retires_gets_no_room_any_more() -> None:
     table.scheduler.make_way(first, lambda: pytest.fail("it has left"), settled.append)
     table.scheduler.retire(first)
     table.step()
-    assert settled == [False] and table.scheduler.counts.preempted == 0
+    assert settled == [False] and table.scheduler.preempted == 0
