@@ -14,6 +14,7 @@ from chiasm.rpc.replica import replica
 from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import decoder_pb2_grpc
 from chiasm.settings import read_secret
+from decoder_service.allocation import keep_freed
 from decoder_service.computing import attends, captured_rows
 from decoder_service.engine import DecoderEngine, pool_tokens
 from decoder_service.metrics import collector
@@ -56,6 +57,8 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
 
 def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEngine, str]:
     device, dtype = place(settings.device, settings.dtype)
+    if device.type == "cpu":
+        keep_freed()
     model = open_model(settings.model)
     model.name = settings.name or model.name
     with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total)):
