@@ -27,5 +27,5 @@ def keep_freed() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    asked = ((_TRIM_THRESHOLD, KEPT), (_TOP_PAD, STEP), (_MMAP_THRESHOLD, LARGEST))
-    return all([mallopt(option, value) == 1 for option, value in asked])
+    trim, pad = mallopt(_TRIM_THRESHOLD, KEPT), mallopt(_TOP_PAD, STEP)
+    return bool(trim and pad and mallopt(_MMAP_THRESHOLD, LARGEST))
