@@ -160,7 +160,8 @@ class Rooms(Generic[S]):
         """Takes back all that a sequence holds. Its owner enters it anew."""
         self._stop(seat)
         del self.running[seat]
-        self._accounts.share(seat.sequence)  # it may find it again
+        if seat.error is None:  # nobody shares what led to one
+            self._accounts.share(seat.sequence)  # it may find it again
         self._accounts.release(seat.sequence)
         seat.admitted, seat.preempted = False, True
         self.preempted += 1

@@ -22,6 +22,7 @@ from decoder_service.holdings import Holdings
 from decoder_service.laid import Drop, SizedSlot
 from decoder_service.prefix import Chain
 from decoder_service.room import Room
+from decoder_service.scheduler import Scheduler
 from decoder_service.sequence import DecodeSequence
 
 PAGE = 4
@@ -389,3 +390,24 @@ def test_a_unit_that_cannot_be_filled_leaves_its_room_as_it_was() -> None:
         raise RuntimeError
     world.check()
     assert world.holdings.extents.free == 9 and not asked.sequence.attached(UnitName(0, 0))
+
+
+def test_what_a_failed_sequence_has_computed_is_not_shared_when_it_gives_way() -> None:
+    """Before its owner has looked at why it failed."""
+    holdings = Holdings(PageAllocator(8, PAGE), ExtentAllocator(8))
+    scheduler: Scheduler[DecodeSequence] = Scheduler(holdings, max_rows=8)
+    first, second = (
+        scheduler.seat(DecodeSequence(layout, Chain(tenant, PAGE)), wake=lambda: None) for tenant in TENANTS
+    )
+    for seat in (first, second):
+        seat.sequence.extend([list(range(PAGE))])
+        scheduler.enter(seat, Room(2, 0))
+    scheduler.want(second, PAGE, draws=True, allowed=9)
+    plan = scheduler.plan()
+    assert plan is not None
+    second.sequence.computed = PAGE
+    scheduler.done(plan, [RuntimeError()], failed=True)
+    tries = iter([False, True])
+    scheduler.make_way(first, lambda: next(tries), lambda made: None)
+    scheduler.plan()
+    assert second.preempted and holdings.kept == (0, 0)
