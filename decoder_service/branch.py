@@ -118,8 +118,11 @@ class Branch:
             return []
         self.changed = False
         async with self._model.stepping.apart(seat):
-            responses = self.tell()
-            responses += await self.units.attach()
+            if told := self.tell():  # first of all: what comes next may fail
+                self.changed = True
+                seat.wake()
+                return told
+            responses = await self.units.attach()
             if self._runs:
                 self._want()
             return responses

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from functools import partial
 from typing import TypeAlias
 
-from chiasm.errors import InvalidRequest
+from chiasm.errors import InvalidRequest, Unsupported
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import unit_name
@@ -44,6 +44,8 @@ class Decoding:
         self._open = convert.beside_prompt(opened)
         self._options = read_options(opened.sampling, opened.seed, model.vocabulary)
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
+        if self._live and self._options.n > 1:
+            raise Unsupported("FEATURE_DISABLED", "n is not served while a timeline grows", facts={"field": "n"})
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
@@ -91,6 +93,10 @@ class Decoding:
                 if self._finished:
                     return
                 if self._inbox:
+                    async with self._model.stepping.apart(self._first.seat):
+                        told = self._tell()
+                    for response in told:
+                        yield response
                     for response in await self._take_all():
                         yield response
                     continue
@@ -106,7 +112,7 @@ class Decoding:
                     await self._fork()
                 await self._release_finished()
                 for branch in self._branches:
-                    for response in await branch.advance():
+                    for response in self._accounted(await branch.advance()):
                         yield response
                 if self._ended and not self._inbox and self._stuck():
                     raise broken_order("the caller ended before every unit was handed over")
@@ -128,15 +134,16 @@ class Decoding:
 
     def _tell(self) -> list[dpb.DecodeResponse]:
         """What was drawn, and at the very end what was used."""
-        told = []
-        for branch in self._branches:
-            for response in branch.tell():
-                if response.HasField("finished") and self._finished:
-                    response.finished.usage.CopyFrom(self._first.answer.used())
-                    response.finished.usage.output_tokens = sum(one.answer.told for one in self._branches)
-                    response.finished.times.CopyFrom(self._first.answer.times())
-                told.append(response)
-        return told
+        return [response for branch in self._branches for response in self._accounted(branch.tell())]
+
+    def _accounted(self, responses: list[dpb.DecodeResponse]) -> list[dpb.DecodeResponse]:
+        """With what the call has used beside the last end of all."""
+        for response in responses:
+            if response.HasField("finished") and self._finished:
+                response.finished.usage.CopyFrom(self._first.answer.used())
+                response.finished.usage.output_tokens = sum(one.answer.told for one in self._branches)
+                response.finished.times.CopyFrom(self._first.answer.times())
+        return responses
 
     async def _fork(self) -> None:
         """Begins the other sequences, once there is a first token: the pages of their prompt are there."""
@@ -188,6 +195,8 @@ class Decoding:
 
     def _stuck(self) -> bool:
         """Nothing goes on without the caller."""
+        if not self._room and not self._all_sized():
+            return True
         return not any(branch.waits or not (branch.still or branch.answer.finished) for branch in self._branches)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
@@ -198,7 +207,6 @@ class Decoding:
         if not self._inbox:
             return responses
         async with self._model.stepping.apart(self._first.seat):
-            responses += self._tell()
             while self._inbox and not self._finished:
                 responses += await self._take(self._inbox.popleft())
         return responses
@@ -253,9 +261,10 @@ class Decoding:
         await self._check_room()
 
     async def _check_room(self) -> None:
-        """Once admitted a timeline stays within what it was promised; only a live one may be promised more."""
+        """Once admitted a timeline stays within what it was promised; only a live one may be promised more. One that
+        still waits for room waits for as much as it takes by now."""
         timeline, model = self._sequence.timeline, self._model
-        if not self._admitted:
+        if not self._room:
             return
         used = max(timeline.counter, len(timeline)) + (1 if self._live else self._room)
         if used > model.context_limit:

@@ -220,9 +220,11 @@ class DecoderModel:
         must not grow and has.
         """
         holdings, timeline = self.engine.holdings, seat.sequence.timeline
-        if not seat.admitted:
-            return  # it will ask for what it needs by then
         need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
+        if not seat.admitted:
+            if seat.need is not None:
+                seat.need = need
+            return
         if not grow:
             promised = holdings.promise(seat.sequence)
             if need.pages > promised.pages or need.visual > promised.visual:

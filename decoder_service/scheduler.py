@@ -116,6 +116,7 @@ class Scheduler(Generic[S]):
         """Lets a sequence wait for room, where there is none now. It is woken when it is `admitted`, or has an
         `error`."""
         self._rooms.enter(seat, need)
+        self._note(seat)
 
     def want(self, seat: Seat[S], rows: int, *, draws: bool, allowed: int = 0) -> None:
         """Says what is to be computed of a sequence that has room and is in no plan.
@@ -131,6 +132,7 @@ class Scheduler(Generic[S]):
             self._join(seat)
         else:
             self._prefills[seat] = None
+        self._note(seat)
 
     def allow(self, seat: Seat[S], tokens: int) -> None:
         """Lets a sequence draw so many tokens behind those that are in `fresh`, if it is to draw any."""
@@ -152,6 +154,7 @@ class Scheduler(Generic[S]):
             self._singles.part(seat)
         self._prefills.pop(seat, None)
         seat.rows = 0
+        self._note(seat)
 
     def attach(self, units: Iterable[Attach[S]]) -> None:
         """Asks for units to be attached to sequences that have room."""
@@ -167,6 +170,7 @@ class Scheduler(Generic[S]):
         needs room meanwhile may take it, and must not find that there is none."""
         self._stop(seat)
         self._rooms.retire(seat)
+        self._note(seat)
 
     def leave(self, seat: Seat[S]) -> None:
         """Forgets a sequence, which holds nothing any more."""
@@ -181,9 +185,9 @@ class Scheduler(Generic[S]):
             seat.error = error
             seat.wake()
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, plan: Plan[S] | None, error: Exception) -> None:
         """The step that was running came to nothing, and nobody goes on."""
-        plan, self._planned = self._planned, None
+        self._planned = None
         self.fail_all(error)
         for unit in () if plan is None else plan.units:
             unit.settled(error)
@@ -266,6 +270,7 @@ class Scheduler(Generic[S]):
             del self._prefills[seat]
             if share.draws and outcome not in seat.stops and seat.allowed > 0:
                 self._join(seat)
+            self._note(seat)
 
     # -- what goes into it -------------------------------------------------------------------------------------------
 
@@ -308,6 +313,13 @@ class Scheduler(Generic[S]):
                 budget -= rows
                 shares.append(Share(seat, rows, seat.draws and rows == seat.rows))
         return shares
+
+    def _note(self, seat: Seat[S]) -> None:
+        """Whether a sequence wants anything may have changed."""
+        wanting = bool(seat.rows) or seat.need is not None
+        if wanting != seat.wanting:
+            seat.wanting = wanting
+            (self.tenants.want if wanting else self.tenants.rest)(seat.tenant)
 
     def _join(self, seat: Seat[S]) -> None:
         seat.rows = 1

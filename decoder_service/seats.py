@@ -49,6 +49,7 @@ class Seat(Generic[S]):
     allowed: int = 0
     fresh: list[Outcome] = field(default_factory=list)
     error: Exception | None = None
+    wanting: bool = False  # counted as `Tenant.wanting`
     step: int = -1
     turn: int = 0  # when it last took one of the places that there were too few of
     place: int = -1  # among those that draw a token a step; -1: not there

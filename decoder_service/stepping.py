@@ -105,6 +105,7 @@ class Stepping(Generic[S]):
             await self._runner
 
     async def _run(self) -> None:
+        plan = None
         try:
             while (plan := self.scheduler.plan()) is not None:
                 self._done = asyncio.get_running_loop().create_future()
@@ -116,7 +117,7 @@ class Stepping(Generic[S]):
         except Exception:
             # A broken promise of ours. Whoever waits must not wait for ever.
             _log.exception("a step broke")
-            self.scheduler.give_up(ServerError("STEP_BROKEN", "the step that was running broke"))
+            self.scheduler.give_up(plan, ServerError("STEP_BROKEN", "the step that was running broke"))
 
     async def _step(self, plan: Plan[S]) -> None:
         result = await self._compute(plan)

@@ -428,6 +428,23 @@ def test_whoever_asks_gets_every_token_once_whatever_gives_way(
     assert not table.pages.held and not table.scheduler.running and not table.scheduler.asking
 
 
+def test_a_tenant_that_is_silent_saves_nothing_up_and_leaves_no_gift_to_others() -> None:
+    table = Table(max_rows=8)
+    idle = table.enter("idle", tenant="idle")
+    table.scheduler.want(idle, 1, draws=False)
+    table.step()
+    for i in range(5):
+        table.ask(f"busy{i}", rows=8, tokens=0, tenant="busy")
+    table.step()
+    table.step()
+    table.ask("new", rows=8, tokens=0, tenant="new")
+    table.scheduler.want(idle, 8, draws=False)
+    order = [step.shares[0][0] for step in table.run()[3:]]
+    assert order == ["idle", "busy2", "new", "busy3", "busy4"], "nobody had less than another, so they come by arrival"
+    served = {seat.tenant.key: seat.tenant.served for seat in table.seats.values()}
+    assert max(served.values()) - min(served.values()) <= 24, "they were lifted to who was busy"
+
+
 @pytest.mark.parametrize("tenants", [1, 3])
 def test_tenants_who_are_gone_are_forgotten(tenants: int) -> None:
     table = Table()

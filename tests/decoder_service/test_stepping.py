@@ -164,6 +164,18 @@ async def test_closing_waits_for_the_step_that_runs_and_ends_everybody() -> None
         device.stepping.poke()
 
 
+async def test_a_step_whose_outcome_is_wrong_leaves_no_unit_waiting() -> None:
+    device = Device()
+    seat = device.seat("s")
+
+    async def wrong(plan: Plan[str]) -> Result[str]:
+        return Result([None for _ in plan.units], [1, 2, 3], failed=False, ended=())
+
+    device.stepping = Stepping(device.scheduler, wrong)
+    with pytest.raises(ServerError):
+        await device.stepping.attach(seat, [lambda: None])
+
+
 async def test_a_step_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
     device = Device()
     device.breaks = RuntimeError("a bug")
