@@ -37,4 +37,5 @@ def faults(*, keep: bool) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_what_is_freed_is_kept() -> None:
-    assert faults(keep=False) > 10_000 > 100 > faults(keep=True)
+    # Each of a hundred pieces is at least one page, however large the system makes its pages.
+    assert faults(keep=False) >= 100 > 50 > faults(keep=True)
