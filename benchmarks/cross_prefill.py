@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks._alternate import alternate
 from chiasm.attention.backend import SequenceRows, Step
 from chiasm.attention.pages import Pools
 from chiasm.attention.torch_backend import TorchAttention
 
 KV_HEADS, GROUP, DIM = 2, 4, 128
-
-
-def alternate(a: Callable[[], object], b: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, taken in the order A B B A."""
-    taken: dict[Callable[[], object], list[float]] = {a: [], b: []}
-    a(), b()
-    for _ in range(rounds):
-        for one in (a, b, b, a):
-            began = time.perf_counter()
-            one()
-            taken[one].append(time.perf_counter() - began)
-    return statistics.median(taken[a]), statistics.median(taken[b])
 
 
 def case(pools: Pools, last: npt.NDArray[np.int64], q_nhd: Tensor, rounds: int) -> dict[str, float]:

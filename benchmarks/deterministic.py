@@ -17,8 +17,8 @@ from typing import cast
 
 import torch
 
+from benchmarks._alternate import alternate
 from benchmarks.follow_up import checkpoint
-from benchmarks.shared_video import alternate
 from chiasm.chat_template import Slot
 from chiasm.models.registry import Model
 from decoder_service.engine import DecoderEngine, Work

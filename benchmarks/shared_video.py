@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks._alternate import alternate
 from chiasm.attention.backend import SequenceRows, Step
 from chiasm.attention.pages import Pools
 from chiasm.attention.torch_backend import TorchAttention
@@ -63,18 +62,6 @@ QUESTIONS, TEXT, SLOTS = 16, 64, 8192
 LAYERS = len(TEXT_CONFIG.cross_attention_layers)
 HEADS, KV_HEADS, DIM = TEXT_CONFIG.num_attention_heads, TEXT_CONFIG.num_key_value_heads, TEXT_CONFIG.head_dim
 PAGE = 16
-
-
-def alternate(a: Callable[[], object], b: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, taken in the order A B B A."""
-    taken: dict[Callable[[], object], list[float]] = {a: [], b: []}
-    a(), b()
-    for _ in range(rounds):
-        for one in (a, b, b, a):
-            began = time.perf_counter()
-            one()
-            taken[one].append(time.perf_counter() - began)
-    return statistics.median(taken[a]), statistics.median(taken[b])
 
 
 def pools(copies: int, dtype: torch.dtype) -> Pools:

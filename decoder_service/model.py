@@ -216,14 +216,18 @@ class DecoderModel:
             grow: more visual tokens may be promised: if need be those of sequences that have come later or are of lower
                 priority, but nobody waits for them, for two timelines that wait for each other's would wait for ever.
 
+        One that still waits for room waits for what it takes by now.
+
         Raises Overloaded KV_POOL_FULL if they are not to be had, ServerError FEATURE_COUNT_MISMATCH for a timeline that
-        must not grow and has.
+        must not grow and has, InvalidRequest NEVER_FITS for one that waits for more than a pool holds.
         """
         holdings, timeline = self.engine.holdings, seat.sequence.timeline
         need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
         if not seat.admitted:
             if seat.need is not None:
+                self.check_fits(text=len(timeline) + 1, visual=timeline.vision_tokens)
                 seat.need = need
+                self.freed()  # it may be less than before
             return
         if not grow:
             promised = holdings.promise(seat.sequence)

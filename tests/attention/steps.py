@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from chiasm.attention.backend import Attention, SequenceRows, Step
@@ -174,3 +175,19 @@ def _scatter(
             extents[video].append((first, slot, length))
             first += length
     return extents
+
+
+def any_mix(data: st.DataObject, dtype: torch.dtype) -> Case:
+    """A step of up to five sequences, some of which look at the same video."""
+    videos = {i: data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)) for i in range(2)}
+    sequences = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        video = data.draw(st.integers(0, 2))
+        bound = st.integers(0, sum(videos.get(video, [])))
+        span = st.tuples(bound, bound).map(lambda pair: (min(pair), max(pair)))
+        seen = data.draw(st.lists(span, max_size=6))
+        sequences.append(Rows(data.draw(st.sampled_from([0, 0, 1, 3, 8, 30])), sorted(seen), video))
+    heads, kv_heads = data.draw(st.sampled_from([(2, 2), (4, 2), (6, 1)]))
+    page_size = data.draw(st.sampled_from([1, 4, 16]))
+    seed = data.draw(st.integers(0, 99))
+    return case(sequences, videos, heads=heads, kv_heads=kv_heads, page_size=page_size, seed=seed, dtype=dtype)

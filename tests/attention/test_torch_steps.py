@@ -14,7 +14,7 @@ from chiasm.attention.pages import Pools
 from chiasm.attention.self_plan import VIEW_FROM
 from chiasm.attention.torch_backend import LARGE_PIECE, PIECE, TorchAttention
 from tests.attention import judge
-from tests.attention.steps import Case, Rows, case
+from tests.attention.steps import Case, Rows, any_mix, case
 
 
 def check(one: Case) -> None:
@@ -26,18 +26,7 @@ def check(one: Case) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), dtype=st.sampled_from(list(judge.TOLERANCE)))
 def test_any_mix_of_sequences(data: st.DataObject, dtype: torch.dtype) -> None:
-    videos = {i: data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)) for i in range(2)}
-    sequences = []
-    for _ in range(data.draw(st.integers(0, 5))):
-        video = data.draw(st.integers(0, 2))
-        bound = st.integers(0, sum(videos.get(video, [])))
-        span = st.tuples(bound, bound).map(lambda pair: (min(pair), max(pair)))
-        seen = data.draw(st.lists(span, max_size=6))
-        sequences.append(Rows(data.draw(st.sampled_from([0, 0, 1, 3, 8, 30])), sorted(seen), video))
-    heads, kv_heads = data.draw(st.sampled_from([(2, 2), (4, 2), (6, 1)]))
-    page_size = data.draw(st.sampled_from([1, 4, 16]))
-    seed = data.draw(st.integers(0, 99))
-    made = case(sequences, videos, heads=heads, kv_heads=kv_heads, page_size=page_size, seed=seed, dtype=dtype)
+    made = any_mix(data, dtype)
     check(made)
 
 

@@ -60,8 +60,11 @@ async def test_several_answers_to_a_timeline_that_grows_are_refused() -> None:
     assert caught.value.facts == {"field": "n"}
 
 
-async def test_a_live_timeline_that_outgrows_its_context_while_it_waits_is_refused_then_and_there() -> None:
-    async with halves(text_tokens=9000) as system:
+@pytest.mark.parametrize(("pool", "reason"), [(9000, "CONTEXT_LENGTH_EXCEEDED"), (1024, "NEVER_FITS")])
+async def test_a_live_timeline_that_outgrows_its_context_or_a_pool_while_it_waits_is_refused_then_and_there(
+    pool: int, reason: str
+) -> None:
+    async with halves(text_tokens=pool) as system:
         holder = await hold(system.decoder, text=system.decoder.text_capacity - 8)
         opened = system.opened("hello")
         opened.sample = dpb.SAMPLE_MODE_WHILE_OPEN
@@ -77,5 +80,5 @@ async def test_a_live_timeline_that_outgrows_its_context_while_it_waits_is_refus
 
         with pytest.raises(InvalidRequest) as caught:
             await to_its_end(system, grows())
-        assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+        assert caught.value.reason == reason
         await system.decoder.release(holder)

@@ -1,0 +1,19 @@
+"""Two sides timed in turn, so that whatever else the machine does meets both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+
+def alternate(a: Callable[[], object], b: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Median seconds of both, taken in the order A B B A."""
+    taken: dict[Callable[[], object], list[float]] = {a: [], b: []}
+    a(), b()
+    for _ in range(rounds):
+        for one in (a, b, b, a):
+            began = time.perf_counter()
+            one()
+            taken[one].append(time.perf_counter() - began)
+    return statistics.median(taken[a]), statistics.median(taken[b])
