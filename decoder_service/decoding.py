@@ -185,8 +185,11 @@ class Decoding:
         if reader is not None:
             reader.cancel()
         try:
-            for branch in self._branches:
-                await branch.release()
+            # Whatever becomes of one, the others give back what they hold.
+            released = await asyncio.gather(*(branch.release() for branch in self._branches), return_exceptions=True)
+            for outcome in released:
+                if outcome is not None:
+                    raise outcome
         finally:
             if reader is not None:
                 await asyncio.wait([reader])
