@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from chiasm.cache import wire
-from chiasm.cache.entry import Contract, EntryKey, open_entry, tag_secret
+from chiasm.cache.entry import Contract, open_entry, tag_secret
 from chiasm.cache.place import Place
+from chiasm.cache.sealed import EntryKey
 from chiasm.errors import ServerError
 from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb

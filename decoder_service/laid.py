@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chiasm.attention.pages import Run
-from chiasm.cache.entry import EntryKey
+from chiasm.cache.sealed import EntryKey
 from decoder_service.sharing import Lent
 
 

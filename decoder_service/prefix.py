@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import blake3
 
-from chiasm.cache.entry import EntryKey
 from chiasm.cache.framing import framed
+from chiasm.cache.sealed import EntryKey
 from chiasm.timeline import Timeline, UnitName
 
 

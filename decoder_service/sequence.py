@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from chiasm.attention.backend import SequenceRows
 from chiasm.attention.pages import Run
-from chiasm.cache.entry import EntryKey
+from chiasm.cache.sealed import EntryKey
 from chiasm.chat_template import Piece, Slot
 from chiasm.timeline import Timeline, UnitLayout, UnitName, unit_name
 from decoder_service.laid import Drop, Extent, SharedPage, SizedSlot, UnitPlace

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.cache.entry import Contract, EntryKey, Sealed, seal, tag_secret, unit_key
+from chiasm.cache.entry import Contract, seal, tag_secret, unit_key
 from chiasm.cache.place import Place
+from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import EntryStore, Lease
+from chiasm.cache.tenant import owner
 from chiasm.errors import Overloaded, Unavailable
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
@@ -217,7 +219,7 @@ class EncoderEngine:
         while True:
             first = flight.leases[0] if flight.leases else None
             try:
-                place = await self.store.put(sealed, flight.key, lease=first)
+                place = await self.store.put(sealed, flight.key, lease=first, owner=owner(flight.root))
             except Overloaded as error:
                 if not error.retryable or first is None or time.monotonic() >= began + first.seconds:
                     raise

@@ -20,12 +20,12 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 
 from chiasm.cache.columns import Array
-from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.ledger import Extent, Ledger, Step
 from chiasm.cache.pins import Pin
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import HEADER_BYTES, Region
-from chiasm.cache.store import Lease, Pinned, StoreStats
+from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats
 from chiasm.errors import Overloaded
 
 _SMALL = 128 << 10
@@ -67,7 +67,15 @@ class ArenaStore:
         self._entered = False
         self._counts = dict.fromkeys(("puts", "hits", "misses", "refusals"), 0)
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
+    async def put(
+        self,
+        sealed: Sealed,
+        key: EntryKey,
+        *,
+        lease: Lease | None = None,
+        owner: bytes = NOBODY,
+        shared: bool = False,
+    ) -> Place:
         """As `EntryStore.put`. Raises Overloaded CACHE_BUSY too, retryable, if another process keeps the lock."""
         sizes = (sealed.payload.nbytes, len(sealed.header), len(sealed.tag))
         try:

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from hmac import compare_digest
-from typing import TypeAlias
 
 import blake3
 import numpy as np
@@ -21,17 +20,12 @@ from torch import Tensor
 
 from chiasm.cache.form import Form
 from chiasm.cache.framing import framed, u32
+from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.errors import ServerError
-
-EntryKey: TypeAlias = bytes
-"""32 bytes."""
 
 FORMAT = 1
 _MAGIC = b"CHSE"
 _HEADER = struct.Struct("<4sHBB32s32s2I5IQ")
-TAG_BYTES = 32
-
-
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 _TYPE_OF = {code: dtype for dtype, code in _TYPES.items()}
 
@@ -130,21 +124,6 @@ class Contract:
 
 
 HEADER_BYTES = _HEADER.size
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """An entry as stores keep it: packed header, payload bytes, tag over both. Believed by nobody before
-    `open_entry`."""
-
-    header: bytes
-    payload: memoryview
-    tag: bytes
-
-    @property
-    def size(self) -> int:
-        """Bytes a store is charged for it."""
-        return len(self.header) + self.payload.nbytes + len(self.tag)
 
 
 def seal(contract: Contract, payload: Tensor, secret: bytes) -> Sealed:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.place import InMemory, Place
-from chiasm.cache.store import Lease, Pinned, StoreStats, full
+from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats, full
 
 
 @dataclass(slots=True)
@@ -37,7 +37,15 @@ class MemoryStore:
         self._bytes = 0
         self._counts = dict.fromkeys(("puts", "hits", "misses", "evictions", "refusals"), 0)
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
+    async def put(
+        self,
+        sealed: Sealed,
+        key: EntryKey,
+        *,
+        lease: Lease | None = None,
+        owner: bytes = NOBODY,
+        shared: bool = False,
+    ) -> Place:
         before = self._kept.get(key)
         leases = {} if before is None else before.leases
         self._make_room(sealed.size, replacing=key)

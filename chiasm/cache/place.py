@@ -27,8 +27,21 @@ class InArena:
 
 
 @dataclass(frozen=True, slots=True)
+class InRedis:
+    """In the store that nodes share.
+
+    Attributes:
+        write_id: of this one writing, 16 bytes; two writers never share values.
+        chunks: values it is written in, the manifest apart.
+    """
+
+    write_id: bytes
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Elsewhere:
     """Where no store of this build can look. Every store misses it."""
 
 
-Place: TypeAlias = InMemory | InArena | Elsewhere
+Place: TypeAlias = InMemory | InArena | InRedis | Elsewhere

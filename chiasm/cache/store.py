@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.place import Place
+from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.errors import Overloaded
 
 
@@ -28,6 +28,10 @@ class StoreStats:
     misses: int
     evictions: int
     refusals: int
+
+
+NOBODY: Final = bytes(8)
+"""The owner of what is charged to no tenant."""
 
 
 class Lease(NamedTuple):
@@ -52,9 +56,22 @@ class Pinned(NamedTuple):
 class EntryStore(Protocol):
     """All methods may be called from one event loop at a time; none blocks it for longer than a small copy."""
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
+    async def put(
+        self,
+        sealed: Sealed,
+        key: EntryKey,
+        *,
+        lease: Lease | None = None,
+        owner: bytes = NOBODY,
+        shared: bool = False,
+    ) -> Place:
         """Keeps an entry, pinned while `lease` lasts. One already there under that key is replaced and hands its pins
         on; while it is pinned it stays until its successor is there, so there has to be room for both.
+
+        Args:
+            owner: whose share of the store it is charged to (`chiasm.cache.tenant.owner`).
+            shared: whether nodes that share a store with this one can read it too when this returns, as far as that
+                store can be written at all. Otherwise they may be able to a little later.
 
         Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit.
         """

@@ -6,7 +6,7 @@ import torch
 
 from chiasm.cache.entry import Contract
 from chiasm.cache.form import Form
-from chiasm.cache.place import Elsewhere, InArena, InMemory, Place
+from chiasm.cache.place import Elsewhere, InArena, InMemory, InRedis, Place
 from chiasm.errors import ServerError
 from chiasm.rpc.v1 import common_pb2 as pb
 
@@ -46,6 +46,8 @@ def announce(contract: Contract, place: Place) -> pb.Entry:
             entry.memory.SetInParent()
         case InArena(arena_id, byte_offset, generation):
             entry.arena.MergeFrom(pb.ArenaPlace(arena_id=arena_id, byte_offset=byte_offset, generation=generation))
+        case InRedis(write_id, chunks):
+            entry.redis.MergeFrom(pb.RedisPlace(write_id=write_id, chunk_count=chunks))
         case Elsewhere():
             pass
     return entry
@@ -58,6 +60,8 @@ def place_of(entry: pb.Entry) -> Place:
             return InMemory()
         case "arena":
             return InArena(entry.arena.arena_id, entry.arena.byte_offset, entry.arena.generation)
+        case "redis":
+            return InRedis(entry.redis.write_id, entry.redis.chunk_count)
         case _:
             return Elsewhere()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from chiasm.cache.entry import Contract, EntryKey, Identity
+from chiasm.cache.entry import Contract, Identity
+from chiasm.cache.sealed import EntryKey
 from chiasm.models.family import EntryShape, Grid, Processor
 
 

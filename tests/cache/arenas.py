@@ -8,9 +8,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.ledger import Ledger
 from chiasm.cache.region import HEADER_BYTES, Region
+from chiasm.cache.sealed import EntryKey, Sealed
 
 KIB = 1024
 

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from chiasm.cache.arena import ArenaStore
 from chiasm.cache.entry import HEADER_BYTES as ENTRY_HEADER_BYTES
-from chiasm.cache.entry import TAG_BYTES, open_entry, seal
+from chiasm.cache.entry import open_entry, seal
 from chiasm.cache.place import InArena
 from chiasm.cache.region import HEADER_BYTES, Region
+from chiasm.cache.sealed import TAG_BYTES
 from chiasm.cache.store import Lease
 from chiasm.errors import Overloaded
 from tests.cache.arenas import KIB, entry, key, same, small_region

@@ -13,19 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chiasm.cache.entry import (
-    HEADER_BYTES,
-    TAG_BYTES,
-    Contract,
-    EntryKey,
-    Identity,
-    Sealed,
-    open_entry,
-    seal,
-    tag_secret,
-    unit_key,
-)
+from chiasm.cache.entry import HEADER_BYTES, Contract, Identity, open_entry, seal, tag_secret, unit_key
 from chiasm.cache.form import Form
+from chiasm.cache.sealed import TAG_BYTES, EntryKey, Sealed
 from chiasm.cache.tenant import tenant_root
 from chiasm.errors import ServerError
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from chiasm.cache.arena import ArenaStore
-from chiasm.cache.entry import EntryKey, Sealed
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import Region
+from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.errors import ServerError
 from chiasm.local import LocalService
 from tests import digits

@@ -16,11 +16,12 @@ from torch import nn
 
 from chiasm.attention.backend import VarlenAttention
 from chiasm.cache.arena import ArenaStore
-from chiasm.cache.entry import Contract, EntryKey, Sealed, open_entry, tag_secret
+from chiasm.cache.entry import Contract, open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import Region
-from chiasm.cache.store import EntryStore, Lease
+from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.store import NOBODY, EntryStore, Lease
 from chiasm.errors import Overloaded, ServerError, Unavailable
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -307,8 +308,16 @@ class Slow(MemoryStore):
         self.putting = asyncio.Event()
         self.may = asyncio.Event()
 
-    async def put(self, sealed: Sealed, key: EntryKey, *, lease: Lease | None = None) -> Place:
-        place = await super().put(sealed, key, lease=lease)
+    async def put(
+        self,
+        sealed: Sealed,
+        key: EntryKey,
+        *,
+        lease: Lease | None = None,
+        owner: bytes = NOBODY,
+        shared: bool = False,
+    ) -> Place:
+        place = await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
         self.putting.set()
         await self.may.wait()
         return place

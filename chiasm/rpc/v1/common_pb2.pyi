@@ -156,8 +156,10 @@ class _EntryFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryForm.V
     """Holds the merged visual states `[token, hidden]`; the decoder projects them. Smaller, and more work at attach."""
     ENTRY_FORM_EMBEDDINGS: _EntryForm.ValueType  # 3
     """Holds embeddings that are laid over placeholders, deepstack rows behind them: `[token, hidden * (1 + taps)]`."""
-    ENTRY_FORM_CROSS_KV_QUANTIZED: _EntryForm.ValueType  # 4
-    """Is ENTRY_FORM_CROSS_KV in 8 bits with one scale per layer, K or V, head and channel."""
+    ENTRY_FORM_CROSS_KV_INT8: _EntryForm.ValueType  # 4
+    """Is ENTRY_FORM_CROSS_KV in DTYPE_INT8 with one scale per layer, K or V, head and channel."""
+    ENTRY_FORM_CROSS_KV_FP8: _EntryForm.ValueType  # 5
+    """Is ENTRY_FORM_CROSS_KV in DTYPE_FLOAT8_E4M3FN, scaled likewise."""
 
 class EntryForm(_EntryForm, metaclass=_EntryFormEnumTypeWrapper):
     """Says what an entry of the store holds, and so what the decoder has left to do when it attaches one."""
@@ -170,8 +172,10 @@ ENTRY_FORM_STATES: EntryForm.ValueType  # 2
 """Holds the merged visual states `[token, hidden]`; the decoder projects them. Smaller, and more work at attach."""
 ENTRY_FORM_EMBEDDINGS: EntryForm.ValueType  # 3
 """Holds embeddings that are laid over placeholders, deepstack rows behind them: `[token, hidden * (1 + taps)]`."""
-ENTRY_FORM_CROSS_KV_QUANTIZED: EntryForm.ValueType  # 4
-"""Is ENTRY_FORM_CROSS_KV in 8 bits with one scale per layer, K or V, head and channel."""
+ENTRY_FORM_CROSS_KV_INT8: EntryForm.ValueType  # 4
+"""Is ENTRY_FORM_CROSS_KV in DTYPE_INT8 with one scale per layer, K or V, head and channel."""
+ENTRY_FORM_CROSS_KV_FP8: EntryForm.ValueType  # 5
+"""Is ENTRY_FORM_CROSS_KV in DTYPE_FLOAT8_E4M3FN, scaled likewise."""
 Global___EntryForm: _TypeAlias = EntryForm  # noqa: Y015
 
 class _FinishReason:
@@ -2223,6 +2227,7 @@ class Replica(_message.Message):
     ARENA_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    SHARED_STORE_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.bytes
     """Names this life of the process, 16 random bytes: a restarted worker is another replica."""
     node_id: _builtins.str
@@ -2233,6 +2238,8 @@ class Replica(_message.Message):
     """Is the version of its software, for people."""
     device: _builtins.str
     """Is the device, for people, for example `cuda:0` or `cpu`."""
+    shared_store_id: _builtins.bytes
+    """Names the store that it shares with other nodes, 16 bytes. Absent: none."""
     def __init__(
         self,
         *,
@@ -2241,13 +2248,19 @@ class Replica(_message.Message):
         arena_id: _builtins.bytes | None = ...,
         version: _builtins.str = ...,
         device: _builtins.str = ...,
+        shared_store_id: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_arena_id", b"_arena_id", "arena_id", b"arena_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_arena_id", b"_arena_id", "_shared_store_id", b"_shared_store_id", "arena_id", b"arena_id", "shared_store_id", b"shared_store_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_arena_id", b"_arena_id", "arena_id", b"arena_id", "device", b"device", "node_id", b"node_id", "replica_id", b"replica_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_arena_id", b"_arena_id", "_shared_store_id", b"_shared_store_id", "arena_id", b"arena_id", "device", b"device", "node_id", b"node_id", "replica_id", b"replica_id", "shared_store_id", b"shared_store_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__arena_id: _TypeAlias = _typing.Literal["arena_id"]  # noqa: Y015
     _WhichOneofArgType__arena_id: _TypeAlias = _typing.Literal["_arena_id", b"_arena_id"]  # noqa: Y015
+    _WhichOneofReturnType__shared_store_id: _TypeAlias = _typing.Literal["shared_store_id"]  # noqa: Y015
+    _WhichOneofArgType__shared_store_id: _TypeAlias = _typing.Literal["_shared_store_id", b"_shared_store_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__arena_id) -> _WhichOneofReturnType__arena_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared_store_id) -> _WhichOneofReturnType__shared_store_id | None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015

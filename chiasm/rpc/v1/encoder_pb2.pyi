@@ -94,6 +94,7 @@ class EncodeOpen(_message.Message):
     INITIAL_CREDIT_FIELD_NUMBER: _builtins.int
     FAIRNESS_KEY_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    READER_ARENA_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Names the request inside the system, 16 random bytes drawn at admission. For joining logs and traces."""
     attempt: _builtins.int
@@ -115,8 +116,8 @@ class EncodeOpen(_message.Message):
     form: _common_pb2.EntryForm.ValueType
     """Asks for a form of entry. Default: the encoder's."""
     file_digest: _builtins.bytes
-    """Holds BLAKE3 of the whole file, 32 bytes, where the router has all of it. A tenant's file seen before is then sized
-    and found without its bytes.
+    """Holds BLAKE3 of all that the medium is, 32 bytes, where the router has all of it: see `chiasm.rpc.medium`. A tenant's
+    file seen before is then sized and found without its bytes. Where it is set, bytes are sent once they are wanted.
     """
     initial_credit: _builtins.int
     """Allows so many pinned bytes before the first `credit`."""
@@ -124,6 +125,10 @@ class EncodeOpen(_message.Message):
     """Names the tenant for fair shares; opaque."""
     priority: _builtins.int
     """Orders media of a tenant; higher goes first. Default: 0."""
+    reader_arena_id: _builtins.bytes
+    """Names the shared-memory region that the reader has mapped, 16 bytes. Where it is not the encoder's own, an entry is
+    announced when it is in the store that both nodes share. Absent: the encoder's own.
+    """
     @_builtins.property
     def media(self) -> _common_pb2.MediaHeader:
         """Describes the bytes."""
@@ -161,19 +166,24 @@ class EncodeOpen(_message.Message):
         initial_credit: _builtins.int = ...,
         fairness_key: _builtins.str = ...,
         priority: _builtins.int | None = ...,
+        reader_arena_id: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "_priority", b"_priority", "budget", b"budget", "file_digest", b"file_digest", "lease", b"lease", "media", b"media", "priority", b"priority", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "_priority", b"_priority", "_reader_arena_id", b"_reader_arena_id", "budget", b"budget", "file_digest", b"file_digest", "lease", b"lease", "media", b"media", "priority", b"priority", "reader_arena_id", b"reader_arena_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "_priority", b"_priority", "attempt", b"attempt", "budget", b"budget", "fairness_key", b"fairness_key", "file_digest", b"file_digest", "fingerprint", b"fingerprint", "form", b"form", "initial_credit", b"initial_credit", "item", b"item", "lease", b"lease", "media", b"media", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tenant_epoch", b"tenant_epoch", "tenant_root", b"tenant_root", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest", "_priority", b"_priority", "_reader_arena_id", b"_reader_arena_id", "attempt", b"attempt", "budget", b"budget", "fairness_key", b"fairness_key", "file_digest", b"file_digest", "fingerprint", b"fingerprint", "form", b"form", "initial_credit", b"initial_credit", "item", b"item", "lease", b"lease", "media", b"media", "model", b"model", "priority", b"priority", "reader_arena_id", b"reader_arena_id", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "tenant_epoch", b"tenant_epoch", "tenant_root", b"tenant_root", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__file_digest: _TypeAlias = _typing.Literal["file_digest"]  # noqa: Y015
     _WhichOneofArgType__file_digest: _TypeAlias = _typing.Literal["_file_digest", b"_file_digest"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__reader_arena_id: _TypeAlias = _typing.Literal["reader_arena_id"]  # noqa: Y015
+    _WhichOneofArgType__reader_arena_id: _TypeAlias = _typing.Literal["_reader_arena_id", b"_reader_arena_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__file_digest) -> _WhichOneofReturnType__file_digest | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reader_arena_id) -> _WhichOneofReturnType__reader_arena_id | None: ...
 
 Global___EncodeOpen: _TypeAlias = EncodeOpen  # noqa: Y015
 
@@ -350,7 +360,9 @@ class EncodeProbed(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     BYTES_WANTED_FIELD_NUMBER: _builtins.int
     bytes_wanted: _builtins.bool
-    """Is false when the file is known by its digest and its bytes need not be sent."""
+    """Is false when the file is known by its digest and its bytes need not be sent. The message is sent again with true
+    if they are needed after all, because an entry is no longer there.
+    """
     @_builtins.property
     def probe(self) -> _common_pb2.Probe:
         """Says it."""
