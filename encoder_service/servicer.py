@@ -15,9 +15,9 @@ from typing import Any
 
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
-from chiasm.media.sample import SamplingOptions, pick
+from chiasm.media.sample import pick
 from chiasm.media.sandbox import Sandbox
-from chiasm.media.types import Decoded, Limits, MediaSource, Probed
+from chiasm.media.types import Decoded, Limits, Probed
 from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.rpc.line import line
 from chiasm.rpc.replica import replica
@@ -31,7 +31,8 @@ from encoder_service import convert
 from encoder_service.announcing import Announcing
 from encoder_service.engine import EncoderEngine
 from encoder_service.inbox import Inbox
-from encoder_service.quarantine import POISON, Quarantine
+from encoder_service.material import Material
+from encoder_service.quarantine import Quarantine
 
 _log = logging.getLogger(__name__)
 
@@ -171,30 +172,15 @@ class _Encoding:
         self._turn = turn
         self._open = opened
         self._inbox = inbox
+        self._material = Material(opened, inbox, servicer.sandbox, servicer.quarantine)
         self._revision = 0
 
     async def run(self) -> AsyncGenerator[epb.EncodeResponse, None]:
-        opened, s = self._open, self._s
-        source = convert.media_source(opened.media, await self._inbox.media())
-        options = convert.sampling_options(
-            opened.sampling, every_frame=source.frames is not None and source.kind == "video"
-        )
-        s.quarantine.check(opened.tenant_root, source)
-        try:
-            async with aclosing(self._open_medium(source, options)) as responses:
-                async for response in responses:
-                    yield response
-        except InvalidRequest as error:
-            if error.reason == POISON:
-                s.quarantine.remember(opened.tenant_root, source)
-            raise
-
-    async def _open_medium(
-        self, source: MediaSource, options: SamplingOptions
-    ) -> AsyncGenerator[epb.EncodeResponse, None]:
-        """From bytes to the end. Everything that may kill a media process happens in here."""
+        """From opening to end."""
         opened = self._open
-        probed = await self._s.sandbox.probe(source, item=opened.item)
+        listed = opened.media.HasField("frames") and convert.kind_of(opened.media.kind) == "video"
+        options = convert.sampling_options(opened.sampling, every_frame=listed)
+        probed = await self._material.probe()
         MediumFacts.of(probed, options)  # refuses options that this medium cannot satisfy
         found = convert.probe(probed, options, opened.media.kind)
         yield epb.EncodeResponse(probed=epb.EncodeProbed(probe=found, bytes_wanted=True))
@@ -204,7 +190,7 @@ class _Encoding:
         yield self._sized(plan, indices, probed, final=False)
         go = await self._inbox.go()
         await self._turn.begin()
-        async with aclosing(self._units(source, plan, indices, probed, go)) as responses:
+        async with aclosing(self._units(plan, indices, probed, go)) as responses:
             async for response in responses:
                 yield response
 
@@ -217,7 +203,7 @@ class _Encoding:
         return plans[slots.index(self._open.slot)]
 
     async def _units(
-        self, source: MediaSource, plan: MediumPlan, indices: Sequence[int], probed: Probed, go: epb.EncodeGo
+        self, plan: MediumPlan, indices: Sequence[int], probed: Probed, go: epb.EncodeGo
     ) -> AsyncGenerator[epb.EncodeResponse, None]:
         """Decodes, encodes and announces, a few units ahead of what is told.
 
@@ -233,7 +219,7 @@ class _Encoding:
         began = clock()
         waited = 0.0  # for entries and for credit; the rest of the time went into decoding
         try:
-            async with aclosing(self._s.sandbox.decode(source, indices, item=self._open.item)) as frames:
+            async with aclosing(self._material.decode(indices)) as frames:
                 async for frame in frames:
                     if isinstance(frame, Decoded):
                         break

@@ -109,6 +109,13 @@ class ArenaStore:
         self._count(extent is not None)
         return None if extent is None else Pinned(header, self._place(extent))
 
+    async def claim(self, key: EntryKey, seconds: float) -> bool:
+        """Always: equal media of one node go to one encoder."""
+        return True
+
+    async def unclaim(self, key: EntryKey) -> None:
+        """Nothing was taken."""
+
     async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
         """As `EntryStore.get`. Where a place was given away since, the entry is looked for under its key: it may only
         have been put again."""

@@ -64,6 +64,13 @@ class MemoryStore:
         self._pin(kept, lease)
         return Pinned(kept.sealed.header, InMemory())
 
+    async def claim(self, key: EntryKey, seconds: float) -> bool:
+        """Always: nobody else makes entries here."""
+        return True
+
+    async def unclaim(self, key: EntryKey) -> None:
+        """Nothing was taken."""
+
     async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
         kept = self._find(key, here=place is None or isinstance(place, InMemory))
         return None if kept is None else kept.sealed

@@ -85,6 +85,18 @@ class EntryStore(Protocol):
         """
         ...
 
+    async def claim(self, key: EntryKey, seconds: float) -> bool:
+        """Whether the caller is the one to make an entry: nobody else, on any node that shares a store with this one,
+        has claimed it within `seconds`. Who is told no looks for the entry now and then, and claims again.
+
+        A claim ends with `unclaim` or by itself, and is nothing but advice: two that make the same entry make it right.
+        """
+        ...
+
+    async def unclaim(self, key: EntryKey) -> None:
+        """Ends this process's claim: the entry is there, or will not be made."""
+        ...
+
     async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
         """The entry, as the most recently used one: where it was announced to lie, or wherever it lies if no place is
         given. A place that is not in this store is a miss."""
