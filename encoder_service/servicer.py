@@ -212,9 +212,11 @@ class _Encoding:
         """
         engine = self._s.engine
         wanted = [range(run.first, run.first + run.count) for run in go.units]
+        enough = max((run.stop for run in wanted), default=None) if go.part else None
         seconds = to_seconds(self._open.lease) or self._s.lease
         announcing = Announcing(engine, plan, root=self._open.tenant_root, seconds=seconds, afresh=go.afresh)
         came: list[int] = []
+        decoded: Decoded | None = None
         clock = time.monotonic
         began = clock()
         waited = 0.0  # for entries and for credit; the rest of the time went into decoding
@@ -222,6 +224,7 @@ class _Encoding:
             async with aclosing(self._material.decode(indices)) as frames:
                 async for frame in frames:
                     if isinstance(frame, Decoded):
+                        decoded = frame
                         break
                     came.append(frame.index)
                     if wanted and not any(len(came) - 1 in run for run in wanted):
@@ -236,14 +239,16 @@ class _Encoding:
                     async for ready in announcing.ready(every=False):
                         yield epb.EncodeResponse(ready=ready)
                     waited += clock() - paused
-                else:
-                    raise AssertionError("a decoding ends with its count")
+                    if len(came) == enough:
+                        break
+            assert decoded is not None or len(came) == enough, "a decoding ends with its count"
             decoding = clock() - began - waited
-            yield self._sized(plan, came, probed, final=True)
+            if decoded is not None:
+                yield self._sized(plan, came, probed, final=True)
             async for ready in announcing.ready(every=True):
                 yield epb.EncodeResponse(ready=ready)
             self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
-            usage = self._usage(plan, came, probed, frame, announcing.cached)
+            usage = None if decoded is None else self._usage(plan, came, probed, decoded, announcing.cached)
             encoding = clock() - began - decoding
             times = pb.StageTimes(decode_media=to_duration(decoding), encode=to_duration(encoding))
             yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))

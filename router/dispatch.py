@@ -48,6 +48,7 @@ class Dispatch:
     Attributes:
         pinned: bytes of each entry that this call announced and that is not attached yet.
         ended: the encoder has announced everything.
+        units: how many the medium becomes, as the encoder said last.
     """
 
     def __init__(self, opened: epb.EncodeOpen, source: Source) -> None:
@@ -56,6 +57,7 @@ class Dispatch:
         self._outbox: Outbox[epb.EncodeRequest] = Outbox()
         self.pinned: dict[int, int] = {}
         self.ended = False
+        self.units = 0
 
     def siblings(self, siblings: epb.EncodeSiblings) -> None:
         self._outbox.put(epb.EncodeRequest(siblings=siblings))
