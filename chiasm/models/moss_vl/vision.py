@@ -11,14 +11,16 @@ K kv heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from chiasm.attention.backend import VarlenAttention
+from chiasm.layers.linear import linear_gelu
 from chiasm.layers.norm import RMSNorm
-from chiasm.layers.vit import Grid, VisionTransformer
+from chiasm.layers.vit import VisionTransformer
+from chiasm.layers.vit_places import Grid
 from chiasm.media.patches import normalise, to_patches
 from chiasm.models.moss_vl.config import Config, VisionConfig
 
@@ -42,7 +44,8 @@ class JointMerger(nn.Module):
     def forward(self, levels_pc: Sequence[Tensor]) -> Tensor:
         """The last block's output, then the taps by ascending block, each (P, C), to (M, E)."""
         joined = torch.cat([norm(x) for norm, x in zip(self.norms, levels_pc, strict=True)], dim=-1)
-        out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(joined.view(-1, self.width))))
+        inner = linear_gelu(self.linear_fc1, joined.view(-1, self.width), approximate="none")
+        out: Tensor = self.linear_fc2(inner)
         return out
 
 
@@ -116,9 +119,17 @@ class MossVLEncoder(nn.Module):
             if i in self.taps:
                 taps.append(x_pc)
         assert last is not None, "a vision transformer has at least one block"
-        merged_me = self.merger([last, *taps])
-        separator = self.separator_token.unsqueeze(0)
-        return torch.cat([x for frame in merged_me.split([self._tokens(g) for g in grids]) for x in (frame, separator)])
+        return self._separated(self.merger([last, *taps]), grids)
+
+    def _separated(self, merged_me: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """(S, E): the merged tokens of each frame, then the separator. Neighbours of equal length are done as one."""
+        runs, at = [], 0
+        for tokens, run in groupby(self._tokens(grid) for grid in grids):
+            count = len(list(run))
+            frames = merged_me[at : at + tokens * count].view(count, tokens, -1)
+            at += tokens * count
+            runs.append(torch.cat((frames, self.separator_token.expand(count, 1, -1)), dim=1).flatten(0, 1))
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def _tokens(self, grid: Grid) -> int:
         return grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
