@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
+from chiasm.allocation import keep_freed
 from chiasm.cache.arena import ArenaStore
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
@@ -36,6 +37,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             store=ArenaStore(shared),
             workers_secret=secret,
             max_patches=settings.max_patches,
+            max_units=settings.max_units,
         )
         limits = Limits()
         try:
@@ -60,6 +62,8 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
 
 def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHalf, str]:
     device, dtype = place(settings.device, settings.dtype)
+    if device.type == "cpu":
+        keep_freed()
     model = open_model(settings.model)
     model.name = settings.name or model.name
     with followed(model, "encoder", lambda done, total: process.loading(model.name, done, total)):

@@ -12,13 +12,13 @@ from typing import Literal, TypeAlias, cast
 
 import torch
 
-from chiasm.attention.backend import Attention
+from chiasm.attention.backend import Attention, VarlenAttention
 from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.flashinfer_kernels import Kernels
 from chiasm.attention.flashinfer_plan import workspace_bytes
 from chiasm.attention.invariant_backend import InvariantAttention
 from chiasm.attention.pages import Pools
-from chiasm.attention.torch_backend import TorchAttention
+from chiasm.attention.torch_backend import TorchAttention, TorchVarlen
 from chiasm.settings import SettingsError
 
 AttentionName: TypeAlias = Literal["auto", "torch", "flashinfer"]
@@ -110,3 +110,8 @@ def make(
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     kernels = cast(Kernels, importlib.import_module("flashinfer"))
     return FlashInferAttention(pools, heads=heads, kernels=kernels, workspace=workspace)
+
+
+def varlen(device: torch.device) -> VarlenAttention:
+    """The attention of an encoder's blocks."""
+    return TorchVarlen()
