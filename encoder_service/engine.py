@@ -92,10 +92,10 @@ class EncoderEngine:
         self.store = store
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
         self.device = Device(half, varlen(half.device), trunk)
-        self._resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
+        self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
         self._flights = Flights()
         self._batcher = Batcher(self.bounds)
-        self._publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid))
+        self.publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid))
         self._passes = asyncio.Semaphore(PASSES)
         self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
@@ -150,7 +150,7 @@ class EncoderEngine:
         Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold.
         """
         self.check(plan.grid)
-        return await asyncio.get_running_loop().run_in_executor(self._resizing, self._prepare, frame, plan, root)
+        return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root)
 
     async def announce_unit(
         self, unit: Unit, *, lease: Lease, afresh: bool = False, share: Share | None = None
@@ -253,7 +253,7 @@ class EncoderEngine:
         try:
             if isinstance(entry, Exception):
                 raise entry
-            await self._publisher.publish(flight, entry, stuck=stuck)
+            await self.publisher.publish(flight, entry, stuck=stuck)
         except asyncio.CancelledError:
             flight.fail(_ending())
             raise
@@ -276,7 +276,7 @@ class EncoderEngine:
         for flight in self._flights:
             for waiter in tuple(flight.waiters):
                 waiter.fail(_ending())
-        for end in (self._resizing.shutdown, self.device.close, self._publisher.close):
+        for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
             await asyncio.to_thread(end)
 
     def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> Unit:

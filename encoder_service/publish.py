@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -41,6 +41,10 @@ class Publisher:
         self._secret = secret
         self._contract = contract
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Runs something where entries are sealed."""
+        return self._threads.submit(work)
 
     def close(self) -> None:
         """Waits for what is being sealed."""
