@@ -91,7 +91,7 @@ class EncoderEngine:
         self.half = half
         self.store = store
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
-        self.device = Device(half, varlen(half.device), trunk)
+        self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
         self._flights = Flights()
         self._batcher = Batcher(self.bounds)

@@ -197,6 +197,8 @@ class EncoderHalf(Protocol):
     device: torch.device
     dtype: torch.dtype
     entry_shape: EntryShape
+    head_dim: int
+    """Of the blocks' attention."""
 
     def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
         """Resized uint8 RGB frames, each (3, height, width), to entries, each (layers, 2, heads, tokens, dim).

@@ -81,6 +81,8 @@ class MossVLEncoder(nn.Module):
         self.dtype = dtype
         self.taps = v.deepstack_visual_indexes
         self.entry_shape = config.entry_shape
+        self.head_dim = v.head_dim
+        self.patch_values = v.patch_values
         self.visual = VisionTransformer(
             values=v.patch_values,
             channels=v.hidden_size,
