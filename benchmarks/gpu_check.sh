@@ -44,12 +44,14 @@ print(f"{name} (sm_{major}{minor}), torch {torch.__version__}, CUDA {torch.versi
 PYTHON
 
 pytest=("$PY" -m pytest -m gpu -q --durations 5 -p no:cacheprovider)
-part kernels 180 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
-part system 80 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py --ignore tests/gpu/test_graphs.py
+part kernels 160 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
+part encoder 40 "${pytest[@]}" tests/gpu/test_encoder.py
+part system 80 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py --ignore tests/gpu/test_graphs.py \
+  --ignore tests/gpu/test_encoder.py
 part graphs 70 "${pytest[@]}" tests/gpu/test_graphs.py -k "not compiled"
 part attention 35 "$PY" -m benchmarks gpu_attention --json
-part decode 60 "$PY" -m benchmarks gpu_decode --json
-part cold_vs_hit 35 "$PY" -m benchmarks cold_vs_hit --json --device cuda
+part decode 55 "$PY" -m benchmarks gpu_decode --json
+part cold_vs_hit 30 "$PY" -m benchmarks cold_vs_hit --json --device cuda
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}"

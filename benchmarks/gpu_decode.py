@@ -21,13 +21,14 @@ from torch import Tensor
 
 from benchmarks.shared_video import TEXT_CONFIG, VISION_CONFIG
 from chiasm.attention.backend import SequenceRows, Step
+from chiasm.attention.capture import CudaDevice
 from chiasm.attention.choose import make
 from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.pages import Pools
 from chiasm.models.moss_vl.config import Config
 from chiasm.models.moss_vl.text import MossVLDecoder
 from decoder_service.forward import EagerForward, Forward
-from decoder_service.graphs import CudaDevice, GraphForward
+from decoder_service.graphs import GraphForward
 
 BATCHES = (1, 16, 32)
 TEXT, PAGE = 1_000, 16

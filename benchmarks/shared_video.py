@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks._alternate import alternate
+from chiasm.allocation import keep_freed
 from chiasm.attention.backend import SequenceRows, Step
 from chiasm.attention.pages import Pools
 from chiasm.attention.torch_backend import TorchAttention
 from chiasm.models.moss_vl.config import Config, TextConfig, VisionConfig
 from chiasm.models.moss_vl.text import MossVLDecoder
-from decoder_service.allocation import keep_freed
 
 TEXT_CONFIG = TextConfig(
     hidden_size=1024,

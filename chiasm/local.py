@@ -31,6 +31,7 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 from decoder_service.engine import DecoderEngine, pool_tokens
 from decoder_service.model import DecoderModel
 from decoder_service.servicer import DecoderServicer
+from encoder_service.bounds import MAX_PATCHES
 from encoder_service.engine import EncoderEngine
 from encoder_service.servicer import EncoderServicer
 from router.fleet import DecoderWorker, EncoderWorker, Served, Worker
@@ -50,6 +51,7 @@ class LocalSettings:
         pool_bytes: of each pool at most, where its tokens are not given.
         store_bytes: budget of the entry store.
         media_workers: processes that open media.
+        max_patches: of one pass through the vision tower; a frame of more is refused.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
     """
@@ -61,7 +63,7 @@ class LocalSettings:
     pool_bytes: int = 2 << 30
     store_bytes: int = 1 << 30
     media_workers: int = 1
-    max_patches: int = 16_384
+    max_patches: int = MAX_PATCHES
     attention: AttentionName = "auto"
     deterministic: bool = False
 

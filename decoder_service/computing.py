@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from chiasm.attention.capture import CudaDevice
 from chiasm.attention.choose import AttentionName, choose, make
 from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.pages import Pools
@@ -12,7 +13,7 @@ from chiasm.settings import SettingsError
 from decoder_service.compiled import Compiled
 from decoder_service.fixed_rows import FixedRows
 from decoder_service.forward import EagerForward, Forward
-from decoder_service.graphs import CudaDevice, GraphForward
+from decoder_service.graphs import GraphForward
 
 
 class MakeForward(Protocol):

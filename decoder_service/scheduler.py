@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from chiasm.errors import Overloaded
-from decoder_service.fairness import Tenants
+from chiasm.fairness import Sharers
 from decoder_service.room import Room
 from decoder_service.rooms import Accounts, Rooms
 from decoder_service.seats import Attach, Outcome, Plan, S, Seat, Share, order
@@ -62,7 +62,7 @@ class Scheduler(Generic[S]):
         self.max_rows = max_rows
         self.max_units = max_units
         self._accounts = accounts
-        self.tenants = Tenants()
+        self.tenants = Sharers()
         self._arrived = 0
         self._rooms = Rooms(accounts, max_running=max_running or max_rows, stop=self._stop)
         self._prefills: dict[Seat[S], None] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from decoder_service.fairness import Tenant
+from chiasm.fairness import Sharer
 from decoder_service.room import Room
 
 S = TypeVar("S", bound=Hashable)
@@ -37,7 +37,7 @@ class Seat(Generic[S]):
 
     sequence: S
     wake: Callable[[], None]
-    tenant: Tenant
+    tenant: Sharer
     priority: int
     arrival: int
     stops: frozenset[int] = frozenset()
@@ -49,7 +49,7 @@ class Seat(Generic[S]):
     allowed: int = 0
     fresh: list[Outcome] = field(default_factory=list)
     error: Exception | None = None
-    wanting: bool = False  # counted as `Tenant.wanting`
+    wanting: bool = False  # counted as `Sharer.wanting`
     step: int = -1
     turn: int = 0  # when it last took one of the places that there were too few of
     place: int = -1  # among those that draw a token a step; -1: not there

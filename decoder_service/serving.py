@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
+from chiasm.allocation import keep_freed
 from chiasm.cache.arena import ArenaStore
 from chiasm.models.loading import followed, place, region
 from chiasm.models.registry import Model, open_model
@@ -14,7 +15,6 @@ from chiasm.rpc.replica import replica
 from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import decoder_pb2_grpc
 from chiasm.settings import read_secret
-from decoder_service.allocation import keep_freed
 from decoder_service.computing import attends, captured_rows
 from decoder_service.engine import DecoderEngine, pool_tokens
 from decoder_service.metrics import collector

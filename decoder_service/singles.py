@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from decoder_service.fairness import Tenant
+from chiasm.fairness import Sharer
 from decoder_service.seats import S, Seat
 
 
@@ -36,7 +36,7 @@ class Singles(Generic[S]):
         self._slack = np.zeros(16, dtype=np.int64)  # rows that their pages still hold
         self._left = np.zeros(16, dtype=np.int64)  # tokens that they may still draw
         self._turn = 0
-        self._charge: dict[Tenant, int] = {}  # how many of them each tenant has
+        self._charge: dict[Sharer, int] = {}  # how many of them each tenant has
 
     def __len__(self) -> int:
         return len(self._seats)

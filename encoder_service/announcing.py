@@ -7,17 +7,24 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import NamedTuple
+from contextlib import aclosing
+from typing import NamedTuple, TypeVar
 
 from chiasm.cache import wire
 from chiasm.cache.store import Lease
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from encoder_service.batcher import Share
 from encoder_service.engine import Announced, EncoderEngine
 
 AHEAD = 8
 """Units of one call that are in the engine at a time."""
+
+UNRESIZED = 2
+"""Of those, frames that are still as large as they were decoded while another is asked for."""
+
+T = TypeVar("T")
 
 
 class _Flying(NamedTuple):
@@ -32,19 +39,30 @@ class Announcing:
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
         afresh: encodes whatever the store holds.
+        share: of the call; by default one of its own.
 
     Attributes:
         cached: units told so far that were in the store already.
     """
 
     def __init__(
-        self, engine: EncoderEngine, plan: MediumPlan, *, root: bytes, seconds: float, afresh: bool = False
+        self,
+        engine: EncoderEngine,
+        plan: MediumPlan,
+        *,
+        root: bytes,
+        seconds: float,
+        afresh: bool = False,
+        share: Share | None = None,
     ) -> None:
         self._engine = engine
         self._plan = plan
         self._root = root
         self._seconds = seconds
         self._afresh = afresh
+        self._share = share or engine.share(root)
+        self._raw = 0
+        self._resized = asyncio.Event()
         self._flying: deque[_Flying] = deque()
         self._told: list[tuple[bytes, bytes]] = []  # key and lease of each entry told
         self.cached = 0
@@ -52,8 +70,50 @@ class Announcing:
     def start(self, number: int, frame: Rgb) -> None:
         """Sends a decoded frame, unit `number` of its medium, on its way."""
         lease = Lease.of(self._seconds)
-        announcing = self._engine.announce(frame, self._plan, root=self._root, lease=lease, afresh=self._afresh)
-        self._flying.append(_Flying(number, lease, asyncio.create_task(announcing)))
+        self._raw += 1
+        self._flying.append(_Flying(number, lease, asyncio.create_task(self._announce(frame, lease))))
+
+    async def _announce(self, frame: Rgb, lease: Lease) -> Announced:
+        try:
+            unit = await self._engine.prepare(frame, self._plan, root=self._root)
+        finally:
+            del frame
+            self._raw -= 1
+            self._resized.set()
+        return await self._engine.announce_unit(unit, lease=lease, afresh=self._afresh, share=self._share)
+
+    async def resized(self) -> None:
+        """Waits until another frame may be asked for: few of those that were started are as large as they came."""
+        while self._raw >= UNRESIZED:
+            self._resized.clear()
+            await self._resized.wait()
+
+    async def along(self, frames: AsyncGenerator[T]) -> AsyncGenerator[T | epb.EncodeReady, None]:
+        """The frames as they come, and between them the units that are done meanwhile: none waits to be told until the
+        next frame is decoded. Closes `frames`."""
+        coming: asyncio.Task[T] | None = None
+        async with aclosing(frames):
+            try:
+                while True:
+                    coming = coming or asyncio.ensure_future(anext(frames))
+                    done = [flying.task for flying in tuple(self._flying)[:1]]
+                    await asyncio.wait([coming, *done], return_when=asyncio.FIRST_COMPLETED)
+                    if not coming.done():
+                        async for ready in self.ready(every=False):
+                            yield ready
+                        continue
+                    try:
+                        frame = coming.result()
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        coming = None
+                    yield frame
+                    del frame
+            finally:
+                if coming is not None:  # a generator that runs can not be closed
+                    coming.cancel()
+                    await asyncio.gather(coming, return_exceptions=True)
 
     async def ready(self, *, every: bool) -> AsyncGenerator[epb.EncodeReady, None]:
         """Tells the units that are done, in order, and waits for one if too many are under way; or for every unit."""

@@ -1,34 +1,43 @@
-"""Units in, entries out: known ones from the store, equal ones in flight joined, the rest batched through the model.
+"""Units in, entries out: known ones from the store, equal ones in flight joined, the rest through the model in passes.
 
-It knows frames, keys and the store. It knows no request, no file and no wire.
+A unit goes through stages that all run at the same time: resized and keyed in threads of their own, looked up, queued
+(`batcher`), encoded (`device`), sealed and put (`publish`). Here is the way between them, and who waits. It knows
+frames and keys. It knows no request, no file and no wire.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
-from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.cache.entry import Contract, seal, tag_secret, unit_key
+from chiasm.attention.choose import varlen
+from chiasm.cache.entry import Contract, unit_key
 from chiasm.cache.place import Place
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import EntryStore, Lease
 from chiasm.cache.tenant import owner
-from chiasm.errors import Overloaded, Unavailable
+from chiasm.errors import Unavailable
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
-from chiasm.models.family import EncoderHalf, MediumPlan, Processor
+from chiasm.models.family import EncoderHalf, Grid, MediumPlan, Processor, Trunk
+from encoder_service.batcher import Batcher, Share
+from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds
+from encoder_service.device import Device, Entry
+from encoder_service.flights import Flight, Flights, Unit, Waiter
+from encoder_service.publish import Publisher
 
-_RETRY = 0.01
-"""Seconds between two tries to put into a store that is full of pinned entries."""
+PASSES: Final = 2
+"""Passes of which some unit is neither in the store nor waiting for room in it: one runs while another is sealed."""
+
+RESIZING: Final = 2
+"""Threads that resize frames and make keys."""
 
 
 class Announced(NamedTuple):
@@ -39,19 +48,6 @@ class Announced(NamedTuple):
     cached: bool
 
 
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """One unit on its way through the model, and the callers that wait for it."""
-
-    key: EntryKey
-    pixels: Tensor
-    plan: MediumPlan
-    root: bytes
-    done: asyncio.Future[Place]
-    leases: list[Lease] = field(default_factory=list)
-    """Of the callers that wait for it: each gets its pin with the entry."""
-
-
 @dataclass(slots=True)
 class EngineCounts:
     """Since the engine was made."""
@@ -60,7 +56,7 @@ class EngineCounts:
     cached_units: int = 0
     joined_units: int = 0
     dropped_units: int = 0
-    batches: list[int] = field(default_factory=list)
+    batches: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
     """Units of the last thousand passes through the model."""
 
 
@@ -70,7 +66,9 @@ class EncoderEngine:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
-        max_patches: patches of one pass through the model; a larger unit goes alone.
+        max_patches, max_units: of one pass through the model. A unit of more patches is refused.
+        max_elements: which every tensor of a pass must have fewer than.
+        trunk: computes what the half's own would (`device.Device`).
     """
 
     def __init__(
@@ -81,7 +79,10 @@ class EncoderEngine:
         fingerprint: str,
         store: EntryStore,
         workers_secret: bytes,
-        max_patches: int = 16_384,
+        max_patches: int = MAX_PATCHES,
+        max_units: int = MAX_UNITS,
+        max_elements: int = MAX_ELEMENTS,
+        trunk: Trunk | None = None,
     ) -> None:
         self.processor = processor
         self.identity = identity_of(half.entry_shape, processor, fingerprint=fingerprint, dtype=half.dtype)
@@ -89,181 +90,211 @@ class EncoderEngine:
         self.counts = EngineCounts()
         self.half = half
         self.store = store
-        self._secret = workers_secret
-        self.max_patches = max_patches
-        self._attention = TorchVarlen()
-        self._flying: dict[EntryKey, _Flight] = {}
-        self._queue: list[_Flight] = []
+        self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
+        self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk)
+        self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
+        self._flights = Flights()
+        self._batcher = Batcher(self.bounds)
+        self.publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid))
+        self._passes = asyncio.Semaphore(PASSES)
+        self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self.device = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._publishing: set[asyncio.Task[None]] = set()
 
     @property
     def in_flight(self) -> int:
-        """Units that wait for the model or are in it."""
-        return len(self._flying)
+        """Units that wait for the model or are in it, or on their way from it into the store."""
+        return len(self._flights)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of an entry per vision token."""
         return self.half.entry_shape.bytes_per_token(self.half.dtype)
 
+    def check(self, grid: Grid) -> None:
+        """Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold."""
+        self.bounds.check(grid)
+
+    def share(self, root: bytes, *, key: bytes = b"", priority: int = 0) -> Share:
+        """One call's share of the model.
+
+        Args:
+            root: of the tenant it is for.
+            key: names the tenant for fair shares; by default the root does.
+            priority: higher goes first among the calls of the tenant.
+        """
+        return self._batcher.share(key or owner(root), priority)
+
     async def announce(
-        self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: Lease, afresh: bool = False
+        self,
+        frame: Rgb,
+        plan: MediumPlan,
+        *,
+        root: bytes,
+        lease: Lease,
+        afresh: bool = False,
+        share: Share | None = None,
     ) -> Announced:
-        """Makes sure that one frame's entry is in the store, pinned while `lease` lasts.
+        """Makes sure that one frame's entry is in the store, pinned while `lease` lasts: `prepare`, then
+        `announce_unit`, and as they do."""
+        unit = await self.prepare(frame, plan, root=root)
+        return await self.announce_unit(unit, lease=lease, afresh=afresh, share=share)
+
+    async def prepare(self, frame: Rgb, plan: MediumPlan, *, root: bytes) -> Unit:
+        """A frame resized, and its key.
 
         Args:
             frame: (height, width, 3) as decoded; it is resized to the plan's size.
             root: the tenant's root, under which the key is made.
+
+        Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold.
+        """
+        self.check(plan.grid)
+        return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root)
+
+    async def announce_unit(
+        self, unit: Unit, *, lease: Lease, afresh: bool = False, share: Share | None = None
+    ) -> Announced:
+        """Makes sure that a unit's entry is in the store, pinned while `lease` lasts.
+
+        Args:
             afresh: encodes it whatever the store holds, because a reader found that wanting.
+            share: of the call that wants it; by default a call of its own.
 
         Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
         units in flight are encoded once; a caller that is cancelled leaves the others alone.
         """
-        pixels, key = await asyncio.to_thread(self._prepare, frame, plan, root)
-        contract = self._contract(key, plan)
+        contract = self.contract(unit.key, unit.grid)
         try:
-            if key not in self._flying and not afresh:
-                pinned = await self.store.pin(key, lease)
-                if pinned is not None and Contract.unpack(pinned.header) == contract:
-                    self.counts.cached_units += 1
-                    return Announced(contract, pinned.place, cached=True)
-            flight = self._flying.get(key)  # another caller may have come while the store was asked
-            if flight is None:
-                flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))
-            else:
-                self.counts.joined_units += 1
-            return Announced(contract, await self._wait(flight, lease), cached=False)
+            if unit.key not in self._flights and not afresh:
+                known = await self.known(contract, lease)
+                if known is not None:
+                    return known
+            return Announced(contract, await self._made(unit, lease, share or self.share(unit.root)), cached=False)
         except BaseException:
-            await self.store.release(key, lease.id)  # the caller will never be told of it
+            await self.store.release(unit.key, lease.id)  # the caller will never be told of it
             raise
 
-    def _begin(self, flight: _Flight) -> _Flight:
-        self._flying[flight.key] = flight
-        self._queue.append(flight)
+    async def known(self, contract: Contract, lease: Lease) -> Announced | None:
+        """An entry that the store has, pinned while `lease` lasts. Here, and nowhere else, the store is asked."""
+        pinned = await self.store.pin(contract.key, lease)
+        if pinned is None or Contract.unpack(pinned.header) != contract:
+            return None
+        self.counts.cached_units += 1
+        return Announced(contract, pinned.place, cached=True)
+
+    async def _made(self, unit: Unit, lease: Lease, share: Share) -> Place:
+        """Waits for a unit's flight, beginning it if there is none. The last one to leave takes it out of the queue."""
+        flight = self._flights.get(unit.key)  # another caller may have come while the store was asked
+        if flight is None:
+            flight = self._flights.begin(unit)
+            self._batcher.want(flight, share)
+            self._go()
+        else:
+            self.counts.joined_units += 1
+            if flight.queued:
+                self._batcher.want(flight, share)
+        waiter = Waiter(lease, share, asyncio.get_running_loop().create_future())
+        flight.waiters.append(waiter)
+        try:
+            return await waiter.place
+        finally:
+            waiter.left = True
+            flight.waiters.remove(waiter)
+            if flight.queued and self._batcher.leave(flight, share):
+                self._flights.end(flight)
+                self.counts.dropped_units += 1
+
+    def _go(self) -> None:
+        self._work.set()
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
-        return flight
+
+    async def _run(self) -> None:
+        """Passes, as long as anybody wants one. Which units are next is decided when the model has room for them."""
+        while self._flights:
+            await self._passes.acquire()
+            self._work.clear()
+            batch = self._batcher.take()
+            if not batch:
+                self._passes.release()
+                await self._work.wait()
+                continue
+            self.counts.batches.append(len(batch))
+            entries = await self.device.encode([flight.unit.pixels for flight in batch])
+            self._publish(batch, entries)
+
+    def _publish(self, batch: Sequence[Flight], entries: Sequence[Entry | Exception]) -> None:
+        left = {*batch}
+
+        def passed(flight: Flight) -> None:
+            """A unit takes nothing of its pass any more."""
+            if flight in left:
+                left.remove(flight)
+                if not left:
+                    self._passes.release()
+
+        for flight, entry in zip(batch, entries, strict=True):
+            task = asyncio.create_task(self._finish(flight, entry, passed))
+            self._publishing.add(task)
+            task.add_done_callback(self._publishing.discard)
+
+    async def _finish(self, flight: Flight, entry: Entry | Exception, passed: Callable[[Flight], None]) -> None:
+        """From the model into the store, or to the failure of all who wait."""
+        held = False
+
+        def stuck() -> None:
+            nonlocal held
+            if not held:
+                held = True
+                self._batcher.hold(flight)
+                passed(flight)  # others' units need not wait for this one's room
+
+        try:
+            if isinstance(entry, Exception):
+                raise entry
+            await self.publisher.publish(flight, entry, stuck=stuck)
+        except asyncio.CancelledError:
+            flight.fail(_ending())
+            raise
+        except Exception as error:
+            flight.fail(error)
+        else:
+            self.counts.encoded_units += 1
+        finally:
+            self._flights.end(flight)
+            if held:
+                self._batcher.go_on(flight)
+            passed(flight)
+            self._work.set()
 
     async def close(self) -> None:
         """Ends the pass that is running and fails what waits."""
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.gather(self._runner, return_exceptions=True)
-        for flight in list(self._flying.values()):
-            self._fail(flight, Unavailable("DRAINING", "the worker is ending", retry_after=1.0))
-        self._queue.clear()
-        await asyncio.to_thread(self.device.shutdown)
+        for task in [*([self._runner] if self._runner else []), *self._publishing]:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for flight in self._flights:
+            for waiter in tuple(flight.waiters):
+                waiter.fail(_ending())
+        for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
+            await asyncio.to_thread(end)
 
-    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> tuple[Tensor, EntryKey]:
+    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> Unit:
         chw = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
         pixels = resize(chw, plan.height, plan.width)[0].contiguous()
-        return pixels, unit_key(root, self.identity_digest, plan.grid, [pixels])
+        return Unit(unit_key(root, self.identity_digest, plan.grid, [pixels]), pixels, plan.grid, root)
 
-    def _contract(self, key: EntryKey, plan: MediumPlan) -> Contract:
+    def contract(self, key: EntryKey, grid: Grid) -> Contract:
+        """What the entry of a unit is."""
         return contract_of(
             self.half.entry_shape,
             self.processor,
             key=key,
             identity=self.identity_digest,
             dtype=self.half.dtype,
-            grid=plan.grid,
+            grid=grid,
         )
 
-    async def _wait(self, flight: _Flight, lease: Lease) -> Place:
-        """Waits for a flight without owning it; the last one to leave drops it if it has not begun."""
-        flight.leases.append(lease)
-        try:
-            return await asyncio.shield(flight.done)
-        finally:
-            flight.leases.remove(lease)
-            if not flight.leases and not flight.done.done() and flight in self._queue:
-                self._queue.remove(flight)
-                del self._flying[flight.key]
-                self.counts.dropped_units += 1
 
-    async def _run(self) -> None:
-        while self._queue:
-            batch = self._take()
-            for flight, entry in zip(batch, await self._pass(batch), strict=True):
-                try:
-                    if isinstance(entry, Exception):
-                        raise entry
-                    place = await self._put(entry, flight)
-                except Exception as error:
-                    self._fail(flight, error)
-                else:
-                    self.counts.encoded_units += 1
-                    del self._flying[flight.key]
-                    flight.done.set_result(place)
-
-    async def _pass(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
-        """One pass through the model. If a batch fails as a whole its units are tried alone: one unit's fault is its
-        own, whoever's units it was batched with."""
-        run = asyncio.get_running_loop().run_in_executor
-        try:
-            return await run(self.device, self._encode, batch)
-        except Exception as error:
-            if len(batch) == 1:
-                return [error]
-        return [(await self._pass([flight]))[0] for flight in batch]
-
-    async def _put(self, sealed: Sealed, flight: _Flight) -> Place:
-        """Puts an entry with a pin for every caller that waits for it, and none where all have left.
-
-        A store full of pinned entries is waited for: whoever pinned them has room to attach them.
-
-        Raises Overloaded if it stays full for as long as a lease lasts, or could never hold the entry.
-        """
-        began = time.monotonic()
-        while True:
-            first = flight.leases[0] if flight.leases else None
-            try:
-                place = await self.store.put(sealed, flight.key, lease=first, owner=owner(flight.root))
-            except Overloaded as error:
-                if not error.retryable or first is None or time.monotonic() >= began + first.seconds:
-                    raise
-                await asyncio.sleep(_RETRY)
-            else:
-                await self._pin(flight, set() if first is None else {first})
-                return place
-
-    async def _pin(self, flight: _Flight, held: set[Lease]) -> None:
-        """Brings the pins of an entry up to who waits for it when this returns: some come and some leave meanwhile."""
-        while (wanted := set(flight.leases)) != held:
-            for lease in wanted - held:
-                await self.store.pin(flight.key, lease)
-            for lease in held - wanted:
-                await self.store.release(flight.key, lease.id)
-            held = wanted
-
-    def _take(self) -> list[_Flight]:
-        """As many units from the front of the queue as fit one pass, one at least."""
-        patches = 0
-        for count, flight in enumerate(self._queue):
-            patches += flight.plan.grid[0] * flight.plan.grid[1]
-            if count and patches > self.max_patches:
-                break
-        else:
-            count = len(self._queue)
-        batch, self._queue = self._queue[:count], self._queue[count:]
-        self.counts.batches = [*self.counts.batches[-999:], len(batch)]
-        return batch
-
-    @torch.inference_mode()
-    def _encode(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
-        """Runs in the device thread. One unit's fault is its own: its place holds the exception."""
-        results: list[Sealed | Exception] = []
-        entries = self.half.encode([flight.pixels for flight in batch], self._attention)
-        for flight, entry in zip(batch, entries, strict=True):
-            try:
-                secret = tag_secret(self._secret, flight.root)
-                results.append(seal(self._contract(flight.key, flight.plan), entry.contiguous(), secret))
-            except Exception as error:
-                results.append(error)
-        return results
-
-    def _fail(self, flight: _Flight, error: Exception) -> None:
-        self._flying.pop(flight.key, None)
-        flight.done.set_exception(error)
-        flight.done.exception()  # seen, even if every caller has left
+def _ending() -> Unavailable:
+    return Unavailable("DRAINING", "the worker is ending", retry_after=1.0)

@@ -91,7 +91,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             max_media_bytes=self.limits.max_bytes,
             max_pixels=self.limits.max_pixels,
             max_frames=self.limits.max_listed_frames,
-            max_patches=self.engine.max_patches,
+            max_patches=self.engine.bounds.max_patches,
+            max_units=self.engine.bounds.max_units,
             max_running=self.turns.max_running or 0,
             max_waiting=self.turns.max_waiting,
             max_pinned_bytes=held.budget,
@@ -195,12 +196,17 @@ class _Encoding:
                 yield response
 
     def _plan(self, siblings: Sequence[epb.Sibling]) -> MediumPlan:
-        """This medium's share, from the same numbers that every sibling's call uses."""
+        """This medium's share, from the same numbers that every sibling's call uses.
+
+        Raises InvalidRequest MEDIA_TOO_LARGE for units that could never be encoded here.
+        """
         slots = [sibling.slot for sibling in siblings]
         if self._open.slot not in slots:
             raise InvalidRequest("FIELD_MISSING", "the siblings leave this medium out", facts={"slot": self._open.slot})
         plans = self._s.engine.processor.size([convert.sibling_facts(sibling) for sibling in siblings])
-        return plans[slots.index(self._open.slot)]
+        plan = plans[slots.index(self._open.slot)]
+        self._s.engine.check(plan.grid)
+        return plan
 
     async def _units(
         self, plan: MediumPlan, indices: Sequence[int], probed: Probed, go: epb.EncodeGo
@@ -214,15 +220,22 @@ class _Encoding:
         wanted = [range(run.first, run.first + run.count) for run in go.units]
         enough = max((run.stop for run in wanted), default=None) if go.part else None
         seconds = to_seconds(self._open.lease) or self._s.lease
-        announcing = Announcing(engine, plan, root=self._open.tenant_root, seconds=seconds, afresh=go.afresh)
+        root = self._open.tenant_root
+        share = engine.share(root, key=self._open.fairness_key.encode(), priority=self._open.priority)
+        announcing = Announcing(engine, plan, root=root, seconds=seconds, afresh=go.afresh, share=share)
         came: list[int] = []
         decoded: Decoded | None = None
         clock = time.monotonic
         began = clock()
         waited = 0.0  # for entries and for credit; the rest of the time went into decoding
         try:
-            async with aclosing(self._material.decode(indices)) as frames:
+            async with aclosing(announcing.along(self._material.decode(indices))) as frames:
                 async for frame in frames:
+                    if isinstance(frame, epb.EncodeReady):
+                        paused = clock()
+                        yield epb.EncodeResponse(ready=frame)
+                        waited += clock() - paused
+                        continue
                     if isinstance(frame, Decoded):
                         decoded = frame
                         break
@@ -238,6 +251,8 @@ class _Encoding:
                     announcing.start(len(came) - 1, frame.rgb)
                     async for ready in announcing.ready(every=False):
                         yield epb.EncodeResponse(ready=ready)
+                    del frame  # it is as large as the picture, and the next may be long in coming
+                    await announcing.resized()
                     waited += clock() - paused
                     if len(came) == enough:
                         break

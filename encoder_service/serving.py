@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
+from chiasm.allocation import keep_freed
 from chiasm.cache.arena import ArenaStore
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
-from chiasm.models.family import EncoderHalf
+from chiasm.models.family import EncoderHalf, Trunk
 from chiasm.models.loading import followed, place, region
 from chiasm.models.registry import Model, open_model
 from chiasm.rpc.process import Process
@@ -18,6 +19,7 @@ from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import encoder_pb2_grpc
 from chiasm.settings import read_secret
 from encoder_service.engine import EncoderEngine
+from encoder_service.graphs import captured
 from encoder_service.metrics import collector
 from encoder_service.servicer import EncoderServicer
 from encoder_service.settings import EncoderSettings
@@ -28,7 +30,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
     with closing(await asyncio.to_thread(region, settings)) as shared:
-        model, half, fingerprint = await asyncio.to_thread(_load, settings, process)
+        model, half, trunk, fingerprint = await asyncio.to_thread(_load, settings, process)
         engine = EncoderEngine(
             half,
             model.processor,
@@ -36,6 +38,8 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             store=ArenaStore(shared),
             workers_secret=secret,
             max_patches=settings.max_patches,
+            max_units=settings.max_units,
+            trunk=trunk,
         )
         limits = Limits()
         try:
@@ -58,11 +62,13 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             await engine.close()
 
 
-def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHalf, str]:
+def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHalf, Trunk | None, str]:
     device, dtype = place(settings.device, settings.dtype)
+    if device.type == "cpu":
+        keep_freed()
     model = open_model(settings.model)
     model.name = settings.name or model.name
     with followed(model, "encoder", lambda done, total: process.loading(model.name, done, total)):
         half = model.encoder(device=device, dtype=dtype)
         fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass
-    return model, half, fingerprint
+    return model, half, captured(half, settings.cuda_graphs, settings.graph_patches), fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from chiasm.settings import WorkerSettings
+from encoder_service.bounds import MAX_PATCHES, MAX_UNITS
 
 
 class EncoderSettings(WorkerSettings):
@@ -13,7 +14,19 @@ class EncoderSettings(WorkerSettings):
     media_workers: int = Field(
         default=2, ge=1, le=256, description="processes that open media, each one medium at a time"
     )
-    max_patches: int = Field(default=16_384, ge=1, description="patches of one pass through the vision tower")
+    max_patches: int = Field(
+        default=MAX_PATCHES,
+        ge=1,
+        description="patches of one pass through the vision tower; larger frames are refused",
+    )
+    max_units: int = Field(default=MAX_UNITS, ge=1, description="units of one pass through the vision tower")
+    cuda_graphs: bool | None = Field(
+        default=None,
+        description="replay passes as CUDA graphs; default: on CUDA, where they can be captured",
+    )
+    graph_patches: int = Field(
+        default=4096, ge=256, multiple_of=16, description="patches of the largest pass that is a CUDA graph"
+    )
     max_running: int = Field(default=64, ge=1, description="media that are decoded and encoded at a time")
     max_waiting: int = Field(
         default=1024, ge=1, description="media that may wait before that; further ones are refused"

@@ -12,13 +12,14 @@ from typing import Literal, TypeAlias, cast
 
 import torch
 
-from chiasm.attention.backend import Attention
+from chiasm.attention.backend import Attention, VarlenAttention
 from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.flashinfer_kernels import Kernels
 from chiasm.attention.flashinfer_plan import workspace_bytes
 from chiasm.attention.invariant_backend import InvariantAttention
 from chiasm.attention.pages import Pools
-from chiasm.attention.torch_backend import TorchAttention
+from chiasm.attention.torch_backend import TorchAttention, TorchVarlen
+from chiasm.attention.varlen import FlashVarlen
 from chiasm.settings import SettingsError
 
 AttentionName: TypeAlias = Literal["auto", "torch", "flashinfer"]
@@ -110,3 +111,23 @@ def make(
     workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     kernels = cast(Kernels, importlib.import_module("flashinfer"))
     return FlashInferAttention(pools, heads=heads, kernels=kernels, workspace=workspace)
+
+
+def varlen(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> VarlenAttention:
+    """The attention inside frames, of an encoder: one flash kernel for frames of all sizes on CUDA, where torch has
+    that for the numbers and heads; else torch's usual one, in a call for each run of equal frames.
+
+    FlashInfer is no choice here: see `chiasm.attention.varlen`.
+    """
+    return FlashVarlen(device) if varlen_fixed(device, dtype, head_dim=head_dim) else TorchVarlen()
+
+
+def varlen_fixed(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> bool:
+    """Whether attention inside frames can be captured in a CUDA graph: whether the flash kernel can be had."""
+    return (
+        device.type == "cuda"
+        and dtype in DTYPES
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    )

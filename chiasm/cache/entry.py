@@ -132,12 +132,19 @@ def seal(contract: Contract, payload: Tensor, secret: bytes) -> Sealed:
     Raises ServerError NONFINITE if the payload holds NaN or infinity: such an entry is never published.
     """
     assert tuple(payload.shape) == contract.shape and payload.dtype == contract.dtype, (payload.shape, contract)
-    if not bool(torch.isfinite(payload).all()):
+    if not finite(payload):
         raise ServerError("NONFINITE", "the encoder produced a value that is not finite")
     flat = payload.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     data = flat.numpy().data
     packed = contract.pack()
     return Sealed(packed, data, _tag(secret, packed, data))
+
+
+def finite(payload: Tensor) -> bool:
+    """Whether every number is. The extremes tell: either is NaN if any number is. On a CPU they take as long as the
+    digest, and asking for each number takes seven times as long."""
+    least, largest = torch.aminmax(payload)
+    return math.isfinite(least.item()) and math.isfinite(largest.item())
 
 
 def open_entry(sealed: Sealed, contract: Contract, secret: bytes) -> Tensor | str:

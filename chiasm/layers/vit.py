@@ -1,7 +1,8 @@
 """The vision transformer of the Qwen3-VL kind: patches in, patch features out, attention inside one grid only.
 
 Everything here depends on pixels, grid and weights alone, which is why a unit can be encoded once and shared.
-Shape suffixes: P patches of all grids of a call, C channels, H heads, D head dimension.
+Shape suffixes: P patches of all grids of a call, p patches after which their places repeat, C channels, H heads,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -10,82 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from chiasm.attention.backend import VarlenAttention
-from chiasm.layers.rope import inverse_frequencies, rotate, tables
+from chiasm.layers.linear import linear_gelu
+from chiasm.layers.rope import rotate
+from chiasm.layers.vit_places import Grid, GridPlaces, Places, PositionEmbedding, VisionRope
 
-Grid = tuple[int, int]
-"""Patches of one frame: (rows, columns)."""
-
-
-def block_order(grid: Grid, merge: int) -> Tensor:
-    """(2, patches) row and column of each patch in the order of the patch sequence: by merge block, row-major, then by
-    row and column inside the block."""
-    rows, columns = grid
-    row = torch.arange(rows).view(-1, merge, 1, 1).expand(rows // merge, merge, columns // merge, merge)
-    column = torch.arange(columns).view(1, 1, -1, merge).expand(rows // merge, merge, columns // merge, merge)
-    return torch.stack([axis.permute(0, 2, 1, 3).reshape(-1) for axis in (row, column)])
-
-
-class PositionEmbedding(nn.Module):
-    """A square table of learned positions, interpolated bilinearly with aligned corners to any grid.
-
-    The four corner weights are products of float32 fractions, cast to the table's type; the corners are summed in the
-    order floor-floor, floor-ceil, ceil-floor, ceil-ceil.
-    """
-
-    def __init__(self, side: int, channels: int, merge: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.side = side
-        self.merge = merge
-        self.weight = nn.Parameter(torch.empty(side * side, channels, device=device, dtype=dtype))
-        self._corners: dict[Grid, tuple[Tensor, Tensor]] = {}
-
-    def forward(self, grid: Grid) -> Tensor:
-        """(P, C) embedding of one grid, in patch order."""
-        index_4p, share_4p = self._corners_of(grid)
-        parts = self.weight[index_4p] * share_4p.to(self.weight.dtype).unsqueeze(-1)
-        return parts[0] + parts[1] + parts[2] + parts[3]
-
-    def _corners_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        if grid not in self._corners:
-            row, column = block_order(grid, self.merge)
-            lows, highs, fractions = [], [], []
-            for count, which in zip(grid, (row, column), strict=True):
-                at = torch.linspace(0, self.side - 1, count, dtype=torch.float32)
-                low = at.long()
-                lows.append(low[which])
-                highs.append(torch.clamp(low + 1, max=self.side - 1)[which])
-                fractions.append((at - low)[which])
-            corners = [(a, b) for a in (0, 1) for b in (0, 1)]
-            pick = (lows, highs)
-            index = torch.stack([pick[a][0] * self.side + pick[b][1] for a, b in corners])
-            share = torch.stack(
-                [
-                    (fractions[0] if a else 1 - fractions[0]) * (fractions[1] if b else 1 - fractions[1])
-                    for a, b in corners
-                ]
-            )
-            self._corners[grid] = (index.to(self.weight.device), share.to(self.weight.device))
-        return self._corners[grid]
-
-
-class VisionRope:
-    """2-D rotary angles: the first half of the frequencies turns with the row, the second with the column."""
-
-    def __init__(self, head_dim: int, theta: float, merge: int, *, device: torch.device) -> None:
-        self.inverse = inverse_frequencies(head_dim // 2, theta, device=device)
-        self.merge = merge
-        self._tables: dict[Grid, tuple[Tensor, Tensor]] = {}
-
-    def tables(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """cos and sin of `rope.tables`, each (P, 1, D) float32, of one grid in patch order."""
-        if grid not in self._tables:
-            at_2p = block_order(grid, self.merge).to(self.inverse.device, torch.float32)
-            angles = torch.cat([axis.unsqueeze(-1) * self.inverse for axis in at_2p], dim=-1)
-            self._tables[grid] = tables(angles, torch.float32)
-        return self._tables[grid]
+PIECE = 1 << 16
+"""Numbers that are rotated at a time on a CPU."""
 
 
 class VisionAttention(nn.Module):
@@ -96,18 +29,37 @@ class VisionAttention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(channels, 3 * channels, device=device, dtype=dtype)
         self.proj = nn.Linear(channels, channels, device=device, dtype=dtype)
+        self._wide = torch.promote_types(dtype, torch.float32)
 
     def forward(
         self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
     ) -> Tensor:
-        """(P, C) to (P, C); `lengths` are the patches of each grid."""
-        q_phd, k_phd, v_phd = self.qkv(x_pc).view(x_pc.shape[0], 3, self.heads, -1).unbind(1)
-        wide = torch.promote_types(x_pc.dtype, torch.float32)
-        q_phd = rotate(q_phd.to(wide), cos_p1d, sin_p1d).to(x_pc.dtype)
-        k_phd = rotate(k_phd.to(wide), cos_p1d, sin_p1d).to(x_pc.dtype)
-        mixed = attention.varlen(q_phd, k_phd, v_phd, lengths, causal=False)
-        out: Tensor = self.proj(mixed.reshape(x_pc.shape))
+        """(P, C) to (P, C); tables as `Places` has them, `lengths` are the patches of each grid."""
+        patches, channels = x_pc.shape
+        both = 2 * self.heads
+        qkv_phd = self.qkv(x_pc).view(patches, both + self.heads, -1)
+        qk_phd = self._rotated(qkv_phd[:, :both], cos_p1d, sin_p1d)
+        q_phd, k_phd = qk_phd.split_with_sizes((self.heads, self.heads), dim=1)
+        mixed = attention.varlen(q_phd, k_phd, qkv_phd[:, both:], lengths, causal=False)
+        out: Tensor = self.proj(mixed.reshape(patches, channels))
         return out
+
+    def _rotated(self, qk_phd: Tensor, cos_p1d: Tensor, sin_p1d: Tensor) -> Tensor:
+        """(P, 2 H, D): queries and keys as one; the tables of equal grids are one for all of them."""
+        period = len(cos_p1d)
+        qk = qk_phd.unflatten(0, (-1, period))
+        if torch.is_grad_enabled() or not qk.is_cpu:
+            return rotate(qk.to(self._wide), cos_p1d, sin_p1d).to(qk.dtype).flatten(0, 1)
+        # Piece by piece what is wide stays in the core's cache: a third of the time at the released width.
+        rotated = torch.empty(qk.shape, dtype=qk.dtype)
+        rows = max(1, PIECE // qk[0, 0].numel())
+        frames = max(1, rows // period)
+        for at in range(0, period, rows):
+            here = slice(at, at + rows)
+            cos, sin = cos_p1d[here], sin_p1d[here]
+            for some, out in zip(qk.split(frames), rotated.split(frames), strict=True):
+                out[:, here] = rotate(some[:, here].to(self._wide), cos, sin)
+        return rotated.flatten(0, 1)
 
 
 class VisionMLP(nn.Module):
@@ -120,7 +72,7 @@ class VisionMLP(nn.Module):
 
     def forward(self, x_pc: Tensor) -> Tensor:
         """(P, C) to (P, C)."""
-        out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x_pc), approximate="tanh"))
+        out: Tensor = self.linear_fc2(linear_gelu(self.linear_fc1, x_pc, approximate="tanh"))
         return out
 
 
@@ -139,7 +91,7 @@ class VisionBlock(nn.Module):
     def forward(
         self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
     ) -> Tensor:
-        """(P, C) to (P, C); (P, D) rotary tables, and the patches of each grid in `lengths`."""
+        """(P, C) to (P, C); rotary tables as `Places` has them, and the patches of each grid in `lengths`."""
         x_pc = x_pc + self.attn(self.norm1(x_pc), cos_p1d, sin_p1d, lengths, attention)
         out: Tensor = x_pc + self.mlp(self.norm2(x_pc))
         return out
@@ -176,17 +128,22 @@ class VisionTransformer(nn.Module):
             VisionBlock(channels, intermediate, heads, eps=eps, device=device, dtype=dtype) for _ in range(depth)
         )
         self.rope = VisionRope(channels // heads, rope_theta, merge, device=device)
+        self.places = GridPlaces(self.pos_embed, self.rope)
 
     def forward(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> Iterator[Tensor]:
         """Yields the (P, C) output of every block in turn, for (P, values) patches of `grids`, one after another.
 
         A generator, so that a caller keeps the taps it wants and no others.
         """
-        x_pc: Tensor = self.patch_embed(patches_pv) + torch.cat([self.pos_embed(grid) for grid in grids])
-        tables = [self.rope.tables(grid) for grid in grids]
-        cos_p1d = torch.cat([cos for cos, _ in tables])
-        sin_p1d = torch.cat([sin for _, sin in tables])
         lengths = [rows * columns for rows, columns in grids]
+        yield from self.at(patches_pv, self.places.of(grids), lengths, attention)
+
+    def at(
+        self, patches_pv: Tensor, places: Places, lengths: Sequence[int], attention: VarlenAttention
+    ) -> Iterator[Tensor]:
+        """As `forward`, with the places of the patches given."""
+        embedded = self.patch_embed(patches_pv).unflatten(0, (-1, len(places.positions_pc)))
+        x_pc: Tensor = (embedded + places.positions_pc).flatten(0, 1)
         for block in self.blocks:
-            x_pc = block(x_pc, cos_p1d, sin_p1d, lengths, attention)
+            x_pc = block(x_pc, places.cos_p1d, places.sin_p1d, lengths, attention)
             yield x_pc

@@ -15,6 +15,7 @@ import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
+from typing import Self
 
 from chiasm.errors import InvalidRequest, ServerError, StatusError
 from chiasm.media import framing, raw
@@ -59,7 +60,7 @@ class Sandbox:
         """Process ids of the workers that are running now, busy or idle."""
         return frozenset(worker.pid for worker in self._living)
 
-    async def __aenter__(self) -> Sandbox:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

@@ -183,15 +183,34 @@ class Prompt(Protocol):
         ...
 
 
+class Trunk(Protocol):
+    """The greatest part of an encoder half: patches to merged tokens, blocks and mergers."""
+
+    def __call__(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> Tensor:
+        """(patches, values) of `grids`, one after another, to (merged tokens, width)."""
+        ...
+
+
 class EncoderHalf(Protocol):
     """The part of a model that sees pixels. Holds no language model."""
 
     device: torch.device
     dtype: torch.dtype
     entry_shape: EntryShape
+    head_dim: int
+    """Of the blocks' attention."""
 
-    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention) -> list[Tensor]:
-        """Resized uint8 RGB frames, each (3, height, width), to entries, each (layers, 2, heads, tokens, dim)."""
+    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
+        """Resized uint8 RGB frames, each (3, height, width), to entries, each (layers, 2, heads, tokens, dim).
+
+        Args:
+            trunk: what gives the same as the half's own.
+        """
+        ...
+
+    def largest_tensor(self, patches: int, units: int) -> int:
+        """Elements of the largest tensor that `encode` makes of so many patches of so many units. More of either never
+        make it smaller."""
         ...
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chiasm.cache.entry import HEADER_BYTES, Contract, Identity, open_entry, seal, tag_secret, unit_key
+from chiasm.cache.entry import HEADER_BYTES, Contract, Identity, finite, open_entry, seal, tag_secret, unit_key
 from chiasm.cache.form import Form
 from chiasm.cache.sealed import TAG_BYTES, EntryKey, Sealed
 from chiasm.cache.tenant import tenant_root
@@ -267,3 +267,16 @@ def test_an_opened_entry_outlives_whoever_held_it() -> None:
     assert isinstance(opened, Tensor)
     del entry, copied
     assert torch.equal(opened, payload())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_not_finite_is_found_wherever_it_stands(dtype: torch.dtype, bad: float) -> None:
+    extremes = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, 0.0], dtype=dtype)
+    for size in (1, 3, 16, 31, 33, 1000, 70_001):
+        payload = extremes.repeat(size // 3 + 1)[:size]
+        assert finite(payload)
+        for at in {0, size // 2, size - 1, min(size - 1, 17)}:
+            spoiled = payload.clone()
+            spoiled[at] = bad
+            assert not finite(spoiled), (size, at)

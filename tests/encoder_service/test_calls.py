@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
 
+from chiasm.cache.tenant import owner
 from chiasm.errors import ChiasmError, InvalidRequest, Unsupported
-from chiasm.local import LocalService
-from chiasm.media.types import Limits
+from chiasm.local import LocalService, LocalSettings
+from chiasm.media.sandbox import Sandbox
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource
 from chiasm.rpc.status import from_status
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from encoder_service.bounds import MAX_UNITS
 from encoder_service.servicer import EncoderServicer
 from tests import digits
 from tests.asking import ask, question, running, video
+from tests.waiting import until
 
 
 class Call:
     """One `Encode` call, driven message by message."""
 
-    def __init__(self, service: LocalService, *, credit: int = 1 << 20, kind: int = pb.MEDIA_KIND_VIDEO) -> None:
+    def __init__(
+        self,
+        service: LocalService,
+        *,
+        credit: int = 1 << 20,
+        kind: int = pb.MEDIA_KIND_VIDEO,
+        sandbox: Sandbox | None = None,
+    ) -> None:
         self.service = service
         self.servicer = EncoderServicer(
-            service.encoder, service.sandbox, name="digits", family="moss_vl", limits=Limits()
+            service.encoder, sandbox or service.sandbox, name="digits", family="moss_vl", limits=Limits()
         )
         self.requests: asyncio.Queue[epb.EncodeRequest | None] = asyncio.Queue()
         self.responses: Any = self.servicer.Encode(self._sent(), None)
@@ -161,3 +173,100 @@ async def test_chunks_too_large_or_too_many_are_refused() -> None:
         call = Call(service, kind=pb.MEDIA_KIND_UNSPECIFIED)
         call.send(chunk=pb.MediaChunk(data=b"x", last=True))
         assert "FIELD_OUT_OF_RANGE" in str(failure((await call.rest())[-1]))
+
+
+class Stalling(Sandbox):
+    """Decodes two frames, and the others once it may.
+
+    Attributes:
+        given: frames so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+        self.may_go_on = asyncio.Event()
+
+    async def decode(
+        self, source: MediaSource, indices: Sequence[int], *, item: str | None = None
+    ) -> AsyncGenerator[Frame | Decoded, None]:
+        async with aclosing(super().decode(source, indices, item=item)) as frames:
+            async for frame in frames:
+                if self.given == 2:
+                    await self.may_go_on.wait()
+                self.given += 1
+                yield frame
+
+
+async def test_the_first_units_are_told_while_the_next_frames_are_not_decoded_yet() -> None:
+    async with running() as service, Stalling() as sandbox:
+        call = Call(service, sandbox=sandbox)
+        await call.sized(digits.shipped_clips()[-1].path.read_bytes())
+        call.send(go=epb.EncodeGo())
+        told = [(await call.next()).ready.unit for _ in range(2)]
+        assert told == [0, 1] and sandbox.given == 2
+        sandbox.may_go_on.set()
+        while not (response := await call.next()).HasField("end"):
+            told += [response.ready.unit] if response.HasField("ready") else []
+        assert told == list(range(response.end.usage.units)) and len(told) > 2
+        await call.responses.aclose()
+        assert service.store.stats().pinned_bytes == 0
+
+
+async def test_leaving_while_a_frame_is_waited_for_ends_its_decoding() -> None:
+    async with running() as service, Stalling() as sandbox:
+        call = Call(service, sandbox=sandbox)
+        await call.sized(digits.shipped_clips()[-1].path.read_bytes())
+        call.send(go=epb.EncodeGo())
+        assert (await call.next()).ready.unit == 0
+        waiting = asyncio.create_task(call.rest())
+        await until(lambda: service.encoder.in_flight == 0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await call.responses.aclose()
+        assert service.store.stats().pinned_bytes == 0 and service.encoder.in_flight == 0
+        await still_serves(service)
+
+
+async def test_frames_that_no_pass_could_hold_are_refused_when_they_are_sized_with_both_numbers() -> None:
+    async with running(settings=LocalSettings(max_patches=8)) as service:
+        call = Call(service)
+        call.send(chunk=pb.MediaChunk(data=digits.shipped_clips()[0].path.read_bytes(), last=True))
+        probed = (await call.next()).probed
+        call.send(siblings=epb.EncodeSiblings(siblings=[epb.Sibling(slot=0, probe=probed.probe)]))
+        error = failure((await call.rest())[0])
+        assert isinstance(error, InvalidRequest) and error.reason == "MEDIA_TOO_LARGE"
+        assert error.item == "messages[0].content[0]"
+        assert error.facts["limit"] == 8 and int(error.facts["patches"]) > 8
+
+
+async def test_the_bounds_of_a_pass_are_told() -> None:
+    async with running(settings=LocalSettings(max_patches=4096)) as service:
+        info = await Call(service).servicer.Info(epb.EncoderInfoRequest(), None)
+        assert (info.limits.max_patches, info.limits.max_units) == (4096, MAX_UNITS)
+
+
+async def test_a_calls_tenant_and_priority_decide_when_its_units_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as service:
+        shares = []
+        share = service.encoder.share
+
+        def sharing(root: bytes, **given: Any) -> Any:
+            shares.append(share(root, **given))
+            return shares[-1]
+
+        monkeypatch.setattr(service.encoder, "share", sharing)
+        for name, priority in (("", None), ("somebody", 3)):
+            call = Call(service)
+            opened = call.requests.get_nowait()
+            assert opened is not None
+            opened.open.fairness_key = name
+            if priority is not None:
+                opened.open.priority = priority
+            call.requests.put_nowait(opened)
+            await call.sized(digits.shipped_clips()[0].path.read_bytes())
+            call.send(go=epb.EncodeGo())
+            while not (await call.next()).HasField("ready"):
+                pass
+            await call.responses.aclose()
+        assert [(one.tenant, one.priority) for one in shares] == [(owner(bytes(32)), 0), (b"somebody", 3)]

@@ -8,13 +8,17 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from chiasm.attention.backend import VarlenAttention
+from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.arena import ArenaStore
 from chiasm.cache.entry import Contract, open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
@@ -22,10 +26,11 @@ from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import Region
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import NOBODY, EntryStore, Lease
-from chiasm.errors import Overloaded, ServerError, Unavailable
+from chiasm.errors import InvalidRequest, Overloaded, ServerError, Unavailable
 from chiasm.media.types import Rgb
-from chiasm.models.family import MediumPlan
+from chiasm.models.family import MediumPlan, Trunk
 from chiasm.models.registry import Model, find
+from encoder_service.bounds import MAX_ELEMENTS, Bounds
 from encoder_service.engine import EncoderEngine
 from tests.waiting import until
 
@@ -50,7 +55,13 @@ def model() -> Model:
 
 @asynccontextmanager
 async def engine(
-    model: Model, *, budget: int = 1 << 24, max_patches: int = 1 << 14, store: EntryStore | None = None
+    model: Model,
+    *,
+    budget: int = 1 << 24,
+    max_patches: int = 1 << 14,
+    max_units: int = 64,
+    max_elements: int = MAX_ELEMENTS,
+    store: EntryStore | None = None,
 ) -> AsyncIterator[EncoderEngine]:
     made = EncoderEngine(
         model.encoder(dtype=torch.float32),
@@ -59,6 +70,8 @@ async def engine(
         store=store or MemoryStore(budget),
         workers_secret=WORKERS,
         max_patches=max_patches,
+        max_units=max_units,
+        max_elements=max_elements,
     )
     try:
         yield made
@@ -153,8 +166,8 @@ async def test_a_unit_that_nobody_waits_for_any_more_is_not_encoded(model: Model
         assert e.counts.encoded_units == 1 and e.counts.dropped_units == 1
 
 
-async def test_a_pass_takes_no_more_patches_than_allowed_and_one_unit_at_least(model: Model) -> None:
-    async with engine(model, max_patches=40) as e:
+async def test_a_pass_takes_no_more_patches_than_allowed(model: Model) -> None:
+    async with engine(model, max_patches=64) as e:
         with held(e):
             sizes = [(64, 64)] * 5 + [(128, 128)]
             tasks = [
@@ -164,7 +177,71 @@ async def test_a_pass_takes_no_more_patches_than_allowed_and_one_unit_at_least(m
             await until(lambda: e.in_flight == len(sizes))
         await asyncio.gather(*tasks)
         assert sum(e.counts.batches) == 6
-        assert max(e.counts.batches) <= 2, "16 patches a small unit; the large one has 64 and goes alone"
+        assert max(e.counts.batches) == 4, "16 patches a small unit; the large one has 64 and is a pass of its own"
+
+
+async def test_a_pass_takes_no_more_units_than_allowed(model: Model) -> None:
+    async with engine(model, max_units=3) as e:
+        with held(e):
+            tasks = [
+                asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(1))) for i in range(8)
+            ]
+            await until(lambda: e.in_flight == 8)
+        await asyncio.gather(*tasks)
+        assert sum(e.counts.batches) == 8 and max(e.counts.batches) == 3
+
+
+async def test_no_tensor_of_a_pass_has_more_elements_than_can_be_indexed(model: Model) -> None:
+    of_unit = model.encoder(dtype=torch.float32).largest_tensor(16, 1)
+    async with engine(model, max_elements=2 * of_unit + 1) as e:
+        with held(e):
+            tasks = [
+                asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(1))) for i in range(6)
+            ]
+            await until(lambda: e.in_flight == 6)
+        await asyncio.gather(*tasks)
+        assert max(e.counts.batches) == 2
+
+
+async def test_a_unit_that_no_pass_could_hold_is_refused_with_both_numbers(model: Model) -> None:
+    async with engine(model, max_patches=40) as e:
+        with pytest.raises(InvalidRequest) as caught:
+            await e.announce(frame(1, 128, 128), plan(model, 128, 128), root=ROOT, lease=Lease.of(1))
+        assert caught.value.reason == "MEDIA_TOO_LARGE"
+        assert (caught.value.facts["patches"], caught.value.facts["limit"]) == (64, 40)
+        assert "64" in str(caught.value) and "40" in str(caught.value) and e.in_flight == 0
+        largest = e.half.largest_tensor
+    of_unit = largest(64, 1)
+    with pytest.raises(InvalidRequest) as caught:
+        Bounds(1 << 14, 64, largest, max_elements=of_unit).check((8, 8))
+    assert (caught.value.facts["elements"], caught.value.facts["limit"]) == (of_unit, of_unit)
+    Bounds(1 << 14, 64, largest, max_elements=of_unit + 1).check((8, 8))
+
+
+@pytest.mark.parametrize("sizes", [[(64, 64)], [(64, 64)] * 5, [(64, 96), (128, 128), (32, 32)]])
+def test_no_operation_of_a_pass_makes_more_elements_than_the_model_says(
+    model: Model, sizes: list[tuple[int, int]]
+) -> None:
+    half = model.encoder(dtype=torch.float32)
+    frames = [torch.zeros(3, *size, dtype=torch.uint8) for size in sizes]
+    patches = sum(height * width // 256 for height, width in sizes)
+    with torch.inference_mode(), Largest() as seen:
+        half.encode(frames, TorchVarlen())
+    assert seen.elements <= half.largest_tensor(patches, len(sizes)) <= 2 * seen.elements
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *made, 0)
+        return out
 
 
 async def test_units_batched_with_others_equal_units_alone(model: Model) -> None:
@@ -270,10 +347,12 @@ async def test_a_unit_that_breaks_the_model_fails_alone_and_not_its_batch(model:
     async with engine(model) as e:
         encode = e.half.encode
 
-        def picky(frames: Sequence[torch.Tensor], attention: VarlenAttention) -> list[torch.Tensor]:
+        def picky(
+            frames: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+        ) -> list[torch.Tensor]:
             if any(tuple(f.shape) == (3, 128, 128) for f in frames):
                 raise MemoryError("no room for that one")
-            return encode(frames, attention)
+            return encode(frames, attention, trunk)
 
         e.half.encode = picky  # type: ignore[method-assign]
         with held(e):

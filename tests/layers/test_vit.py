@@ -14,7 +14,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.layers.vit import Grid, PositionEmbedding, VisionTransformer, block_order
+from chiasm.layers.vit import VisionTransformer
+from chiasm.layers.vit_places import KEPT_PATCHES, Grid, Kept, PositionEmbedding, block_order
 from chiasm.media.patches import normalise, to_patches
 
 CPU = torch.device("cpu")
@@ -166,3 +167,54 @@ def test_patches_come_by_merge_block_with_channels_first() -> None:
 def test_pixels_are_centred_on_zero() -> None:
     values = normalise(torch.tensor([0, 51, 255], dtype=torch.uint8))
     assert values.tolist() == [-1.0, pytest.approx(-0.6), 1.0]
+
+
+def test_places_are_made_once_and_what_is_kept_is_bounded_whatever_grids_come() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number
+
+    kept: Kept[int, int] = Kept(most_patches=100)
+    for number in (1, 2, 1, 3, 1):
+        assert kept.of(number, 40, lambda number=number: make(number)) == number  # type: ignore[misc]
+    assert made == [1, 2, 3], "the one used last stays"
+    kept.of(2, 40, lambda: make(2))
+    assert made == [1, 2, 3, 2] and kept.patches == 80
+    kept.of(9, 101, lambda: make(9))
+    kept.of(9, 101, lambda: make(9))
+    assert made == [1, 2, 3, 2, 9, 9] and kept.patches == 80, "what is larger than all is not kept"
+
+
+def test_hostile_mixes_of_grids_take_no_memory() -> None:
+    mine = ours(stock(), torch.float32)
+    with torch.inference_mode():
+        for rows in range(2, 60, 2):
+            for columns in (2, 64):
+                list(mine(torch.zeros(rows * columns, VALUES), [(rows, columns)], TorchVarlen()))
+    assert 0 < mine.places.patches <= KEPT_PATCHES
+
+
+def test_positions_follow_the_weights_they_were_made_of() -> None:
+    mine = ours(stock(), torch.float32)
+    x = draw([(4, 6)] * 2)
+    with torch.inference_mode():
+        *_, before = mine(x, [(4, 6)] * 2, TorchVarlen())
+    with torch.no_grad():
+        mine.pos_embed.weight.mul_(3)
+    with torch.inference_mode():
+        *_, after = mine(x, [(4, 6)] * 2, TorchVarlen())
+    assert not torch.allclose(before, after)
+
+
+def test_what_is_differentiated_equals_what_is_served() -> None:
+    mine = ours(stock(), torch.bfloat16)
+    x = draw([(4, 6)] * 3 + [(8, 2)], torch.bfloat16)
+    grids: list[Grid] = [(4, 6)] * 3 + [(8, 2)]
+    *_, trained = mine(x, grids, TorchVarlen())
+    trained.float().square().mean().backward()
+    assert mine.pos_embed.weight.grad is not None and mine.pos_embed.weight.grad.abs().sum() > 0
+    with torch.inference_mode():
+        *_, served = mine(x, grids, TorchVarlen())
+    assert ((served - trained.detach()).abs().max() / served.abs().max()).item() <= 3e-2

@@ -10,16 +10,20 @@ K kv heads, D head dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from chiasm.attention.backend import VarlenAttention
+from chiasm.layers.linear import linear_gelu
 from chiasm.layers.norm import RMSNorm
-from chiasm.layers.vit import Grid, VisionTransformer
+from chiasm.layers.vit import VisionTransformer
+from chiasm.layers.vit_places import Grid, Places
 from chiasm.media.patches import normalise, to_patches
+from chiasm.models.family import Trunk
 from chiasm.models.moss_vl.config import Config, VisionConfig
 
 
@@ -42,7 +46,8 @@ class JointMerger(nn.Module):
     def forward(self, levels_pc: Sequence[Tensor]) -> Tensor:
         """The last block's output, then the taps by ascending block, each (P, C), to (M, E)."""
         joined = torch.cat([norm(x) for norm, x in zip(self.norms, levels_pc, strict=True)], dim=-1)
-        out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(joined.view(-1, self.width))))
+        inner = linear_gelu(self.linear_fc1, joined.view(-1, self.width), approximate="none")
+        out: Tensor = self.linear_fc2(inner)
         return out
 
 
@@ -76,6 +81,8 @@ class MossVLEncoder(nn.Module):
         self.dtype = dtype
         self.taps = v.deepstack_visual_indexes
         self.entry_shape = config.entry_shape
+        self.head_dim = v.head_dim
+        self.patch_values = v.patch_values
         self.visual = VisionTransformer(
             values=v.patch_values,
             channels=v.hidden_size,
@@ -95,30 +102,64 @@ class MossVLEncoder(nn.Module):
             CrossingLayer(config, device=device, dtype=dtype) for _ in config.text.cross_attention_layers
         )
 
-    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention) -> list[Tensor]:
+    def largest_tensor(self, patches: int, units: int) -> int:
+        """Elements of the largest tensor that so many patches of so many frames become."""
+        v = self.config.vision
+        # Patches as they are cut; queries, keys and values; the width inside an MLP; the levels that the merger joins.
+        of_patch = max(v.patch_values, 3 * v.hidden_size, v.intermediate_size, v.hidden_size * (1 + len(self.taps)))
+        tokens = patches // v.spatial_merge_size**2 + units
+        of_token = max(v.out_hidden_size, math.prod(self.entry_shape.of(1)))
+        return max(patches * of_patch, tokens * of_token)
+
+    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
         """Resized frames, uint8 RGB (3, height, width) each, to an entry each: (cross layers, K|V, K, S, D)."""
         v = self.config.vision
         patches = [to_patches(normalise(f.to(self.device)), v.patch_size, v.spatial_merge_size) for f in frames]
         grids = [(f.shape[1] // v.patch_size, f.shape[2] // v.patch_size) for f in frames]
-        return self.encode_patches(torch.cat(patches), grids, attention)
+        return self.encode_patches(torch.cat(patches), grids, attention, trunk)
 
-    def encode_patches(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> list[Tensor]:
+    def encode_patches(
+        self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention, trunk: Trunk | None = None
+    ) -> list[Tensor]:
         """Normalised patches (P, values) of `grids`, one frame after another, to an entry per frame."""
-        states_se = self.states(patches_pv, grids, attention)
+        states_se = self.states(patches_pv, grids, attention, trunk)
         entries = torch.stack([layer(states_se) for layer in self.cross])
         return list(entries.split([self._tokens(grid) + 1 for grid in grids], dim=3))
 
-    def states(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> Tensor:
+    def states(
+        self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention, trunk: Trunk | None = None
+    ) -> Tensor:
         """(S, E) vision states of all frames: merged tokens, row by row, then the separator, frame by frame."""
+        merged_me = (trunk or self.trunk)(patches_pv.to(self.device, self.dtype), grids, attention)
+        return self._separated(merged_me, grids)
+
+    def trunk(self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention) -> Tensor:
+        """`Trunk`: (P, values) to (M, E)."""
+        lengths = [rows * columns for rows, columns in grids]
+        return self.trunk_at(patches_pv, self.visual.places.of(grids), lengths, attention)
+
+    def trunk_at(
+        self, patches_pv: Tensor, places: Places, lengths: Sequence[int], attention: VarlenAttention
+    ) -> Tensor:
+        """As `trunk`, with the places of the patches given, and the patches of each frame."""
         taps, last = [], None
-        for i, x_pc in enumerate(self.visual(patches_pv.to(self.device, self.dtype), grids, attention)):
+        for i, x_pc in enumerate(self.visual.at(patches_pv, places, lengths, attention)):
             last = x_pc
             if i in self.taps:
                 taps.append(x_pc)
         assert last is not None, "a vision transformer has at least one block"
-        merged_me = self.merger([last, *taps])
-        separator = self.separator_token.unsqueeze(0)
-        return torch.cat([x for frame in merged_me.split([self._tokens(g) for g in grids]) for x in (frame, separator)])
+        merged_me: Tensor = self.merger([last, *taps])
+        return merged_me
+
+    def _separated(self, merged_me: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """(S, E): the merged tokens of each frame, then the separator. Neighbours of equal length are done as one."""
+        runs, at = [], 0
+        for tokens, run in groupby(self._tokens(grid) for grid in grids):
+            count = len(list(run))
+            frames = merged_me[at : at + tokens * count].view(count, tokens, -1)
+            at += tokens * count
+            runs.append(torch.cat((frames, self.separator_token.expand(count, 1, -1)), dim=1).flatten(0, 1))
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def _tokens(self, grid: Grid) -> int:
         return grid[0] * grid[1] // self.config.vision.spatial_merge_size**2

@@ -24,7 +24,8 @@ from chiasm.attention.backend import Attention
 from chiasm.layers import rope
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
-from chiasm.layers.vit import Grid, PositionEmbedding, VisionMLP, VisionRope, block_order
+from chiasm.layers.vit import VisionMLP
+from chiasm.layers.vit_places import Grid, PositionEmbedding, VisionRope, block_order
 from chiasm.models.moss_vl.processing import MossVLProcessor
 from chiasm.models.moss_vl.text import CrossAttention, CrossLayer, MossVLDecoder
 from chiasm.models.moss_vl.vision import CrossingLayer, JointMerger

@@ -10,7 +10,7 @@ import pytest
 FAULTS = """
 import resource
 import numpy as np
-from decoder_service.allocation import keep_freed
+from chiasm.allocation import keep_freed
 assert not {keep} or keep_freed()
 def use():
     for _ in range(50):

@@ -1,0 +1,62 @@
+"""What one pass through the model may hold: patches, units, and elements of its largest tensor.
+
+It counts. It knows no tensor, and of a model only how large its tensors become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from chiasm.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from chiasm.models.family import Grid
+
+MAX_PATCHES: Final = 65_536
+"""Patches of one picture of 16,777,216 pixels at 16 a side, the largest that MOSS-VL's defaults resize to."""
+
+MAX_UNITS: Final = 256
+
+MAX_ELEMENTS: Final = 2**31
+"""From so many elements of one tensor on, kernels that index with 32 bits read and write elsewhere, in silence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of every pass.
+
+    Attributes:
+        largest: elements of the largest tensor of a pass over so many patches of so many units, neither of which makes
+            it smaller (`EncoderHalf.largest_tensor`).
+    """
+
+    max_patches: int
+    max_units: int
+    largest: Callable[[int, int], int]
+    max_elements: int = MAX_ELEMENTS
+
+    def fit(self, patches: int, units: int) -> bool:
+        """Whether so much can be one pass."""
+        return (
+            patches <= self.max_patches and units <= self.max_units and self.largest(patches, units) < self.max_elements
+        )
+
+    def check(self, grid: Grid) -> None:
+        """Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold, even alone."""
+        patches = grid[0] * grid[1]
+        facts: dict[str, int | str | float | bool] = {"rows": grid[0], "columns": grid[1]}
+        if patches > self.max_patches:
+            raise InvalidRequest(
+                "MEDIA_TOO_LARGE",
+                f"a frame becomes {grid[0]}x{grid[1]} patches, {patches}; {self.max_patches} can be encoded at a time",
+                facts={**facts, "patches": patches, "limit": self.max_patches},
+            )
+        if (elements := self.largest(patches, 1)) >= self.max_elements:
+            raise InvalidRequest(
+                "MEDIA_TOO_LARGE",
+                f"a frame becomes {grid[0]}x{grid[1]} patches, and these a tensor of {elements} elements; "
+                f"fewer than {self.max_elements} can be computed with",
+                facts={**facts, "elements": elements, "limit": self.max_elements},
+            )

@@ -1,0 +1,108 @@
+"""An entry on its way from the model to those who wait for it: brought to the host, checked, sealed, put, pinned.
+
+What costs time (copy, finite check, digest) is done in threads of its own, so that the model goes on. It knows the
+store and who waits. It knows no model and no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+from torch import Tensor
+
+from chiasm.cache.entry import Contract, seal, tag_secret
+from chiasm.cache.place import Place
+from chiasm.cache.sealed import Sealed
+from chiasm.cache.store import EntryStore
+from chiasm.cache.tenant import owner
+from chiasm.errors import Overloaded
+from encoder_service.flights import Flight, Unit, Waiter
+
+THREADS: Final = 2
+
+RETRY: Final = 0.01
+"""Seconds between two tries to put into a store that is full of pinned entries."""
+
+
+class Publisher:
+    """Seals and puts entries. Used from one event loop.
+
+    Args:
+        secret: what all workers of a fleet share to tag entries.
+        contract: what the entry of a unit is.
+    """
+
+    def __init__(self, store: EntryStore, secret: bytes, contract: Callable[[Unit], Contract]) -> None:
+        self._store = store
+        self._secret = secret
+        self._contract = contract
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Runs something where entries are sealed."""
+        return self._threads.submit(work)
+
+    def close(self) -> None:
+        """Waits for what is being sealed."""
+        self._threads.shutdown()
+
+    async def publish(self, flight: Flight, entry: Callable[[], Tensor], *, stuck: Callable[[], None]) -> None:
+        """Puts an entry and tells everybody who waits for it, each once he has his pin. When this returns nobody is
+        left who was not told.
+
+        Args:
+            entry: brings it to the host, (layers, K|V, heads, tokens, dim).
+            stuck: called once if the store is too full for now.
+
+        Raises ServerError NONFINITE, and Overloaded if the store stays full for as long as a lease lasts, or could
+        never hold the entry.
+        """
+        loop = asyncio.get_running_loop()
+        sealed = await loop.run_in_executor(self._threads, self._seal, flight, entry)
+        await self._put(sealed, flight, stuck)
+        while (waiter := flight.unsettled()) is not None:
+            try:
+                pinned = await self._store.pin(flight.unit.key, waiter.lease)
+                if pinned is None:  # whoever it was pinned for has left, and others needed the room
+                    await self._put(sealed, flight, stuck)
+                else:
+                    await self._tell(flight, waiter, pinned.place)
+            except Exception as error:
+                waiter.fail(error)
+
+    def _seal(self, flight: Flight, entry: Callable[[], Tensor]) -> Sealed:
+        return seal(self._contract(flight.unit), entry(), tag_secret(self._secret, flight.unit.root))
+
+    async def _put(self, sealed: Sealed, flight: Flight, stuck: Callable[[], None]) -> None:
+        """Puts an entry with the pin of the first who waits, who is told; with none where all have left.
+
+        A store full of pinned entries is waited for: whoever pinned them has room to attach them.
+        """
+        began, refused = time.monotonic(), False
+        while True:
+            waiter = flight.unsettled()
+            lease = None if waiter is None else waiter.lease
+            try:
+                place = await self._store.put(sealed, flight.unit.key, lease=lease, owner=owner(flight.unit.root))
+            except Overloaded as error:
+                if not error.retryable or lease is None or time.monotonic() >= began + lease.seconds:
+                    raise
+                if not refused:
+                    refused = True
+                    stuck()
+                await asyncio.sleep(RETRY)
+            else:
+                if waiter is not None:
+                    await self._tell(flight, waiter, place)
+                return
+
+    async def _tell(self, flight: Flight, waiter: Waiter, place: Place) -> None:
+        """Tells one who waits where the entry lies. He has a pin, which is taken back if he left meanwhile."""
+        if waiter.left:
+            await self._store.release(flight.unit.key, waiter.lease.id)
+        elif not waiter.place.done():
+            waiter.place.set_result(place)
