@@ -17,7 +17,7 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from encoder_service.engine import Announced, EncoderEngine
 
 AHEAD = 8
-"""Units of one call that are in the engine at a time."""
+"""Units of one call that are in the engine, or done and not told yet, at a time."""
 
 
 class _Flying(NamedTuple):
@@ -27,7 +27,7 @@ class _Flying(NamedTuple):
 
 
 class Announcing:
-    """Announces the units of one medium.
+    """Announces the units of one medium. One side starts them and ends, another tells them.
 
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
@@ -46,21 +46,42 @@ class Announcing:
         self._seconds = seconds
         self._afresh = afresh
         self._flying: deque[_Flying] = deque()
+        self._changed = asyncio.Condition()
+        self._ended = False
+        self._error: Exception | None = None
         self._told: list[tuple[bytes, bytes]] = []  # key and lease of each entry told
         self.cached = 0
 
-    def start(self, number: int, frame: Rgb) -> None:
-        """Sends a decoded frame, unit `number` of its medium, on its way."""
-        lease = Lease.of(self._seconds)
-        announcing = self._engine.announce(frame, self._plan, root=self._root, lease=lease, afresh=self._afresh)
-        self._flying.append(_Flying(number, lease, asyncio.create_task(announcing)))
+    async def start(self, number: int, frame: Rgb) -> None:
+        """Sends a decoded frame, unit `number` of its medium, on its way. Waits while too many are under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._flying) < AHEAD)
+            lease = Lease.of(self._seconds)
+            announcing = self._engine.announce(frame, self._plan, root=self._root, lease=lease, afresh=self._afresh)
+            self._flying.append(_Flying(number, lease, asyncio.create_task(announcing)))
+            self._changed.notify_all()
 
-    async def ready(self, *, every: bool) -> AsyncGenerator[epb.EncodeReady, None]:
-        """Tells the units that are done, in order, and waits for one if too many are under way; or for every unit."""
-        while self._flying and (every or self._flying[0].task.done() or len(self._flying) >= AHEAD):
+    async def end(self, error: Exception | None = None) -> None:
+        """Nothing more is started, because all was or because of an error, which `ready` then raises."""
+        async with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    async def ready(self) -> AsyncGenerator[epb.EncodeReady, None]:
+        """Tells each unit when it is done, in the order in which they were started, until all are told that ever will
+        be."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._flying or self._ended)
+            if self._error is not None:
+                raise self._error
+            if not self._flying:
+                return
             number, lease, task = self._flying[0]
             announced = await task
-            self._flying.popleft()
+            async with self._changed:
+                self._flying.popleft()
+                self._changed.notify_all()
             self.cached += announced.cached
             self._told.append((announced.contract.key, lease.id))
             entry = wire.announce(announced.contract, announced.place)
