@@ -23,9 +23,17 @@ from tests.asking import ask, question, running, video
 class Call:
     """One `Encode` call, driven message by message."""
 
-    def __init__(self, service: LocalService, *, credit: int = 1 << 20, kind: int = pb.MEDIA_KIND_VIDEO) -> None:
+    def __init__(
+        self,
+        service: LocalService,
+        *,
+        credit: int = 1 << 20,
+        kind: int = pb.MEDIA_KIND_VIDEO,
+        frames: pb.FrameList | None = None,
+        servicer: EncoderServicer | None = None,
+    ) -> None:
         self.service = service
-        self.servicer = EncoderServicer(
+        self.servicer = servicer or EncoderServicer(
             service.encoder, service.sandbox, name="digits", family="moss_vl", limits=Limits()
         )
         self.requests: asyncio.Queue[epb.EncodeRequest | None] = asyncio.Queue()
@@ -36,7 +44,7 @@ class Call:
             model="digits",
             fingerprint=service.encoder.identity_digest,
             tenant_root=bytes(32),
-            media=pb.MediaHeader(kind=kind),  # type: ignore[arg-type]
+            media=pb.MediaHeader(kind=kind, frames=frames),  # type: ignore[arg-type]
             initial_credit=credit,
         )
         self.send(open=opened)
