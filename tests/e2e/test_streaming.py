@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from chiasm.client.transport import Transport
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, Unavailable
 from chiasm.local import LocalService
 from chiasm.models.moss_vl.processing import MossVLProcessor
@@ -35,7 +36,7 @@ READ = "Read the digits."
 class Sender:
     """A list of pictures that is sent when it is told to, and the medium that names it."""
 
-    def __init__(self, service: LocalService, pictures: Sequence[bytes]) -> None:
+    def __init__(self, transport: Transport, pictures: Sequence[bytes]) -> None:
         self.pictures = pictures
         upload_id = secrets.token_bytes(16)
         self.medium = pb.Media(kind=pb.MEDIA_KIND_VIDEO, handle=upload_id.hex())
@@ -43,7 +44,7 @@ class Sender:
         media = pb.MediaHeader(kind=pb.MEDIA_KIND_VIDEO, frames=frames)
         self._queue: asyncio.Queue[rpb.UploadRequest | None] = asyncio.Queue()
         self._queue.put_nowait(rpb.UploadRequest(header=rpb.UploadHeader(upload_id=upload_id, media=media)))
-        self.receiving = asyncio.create_task(service.upload(self._requests()))
+        self.receiving = asyncio.create_task(transport.upload(self._requests(), timeout=60, metadata=()))
         self.sent = 0
 
     def send(self, count: int = 1) -> None:
