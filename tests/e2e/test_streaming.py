@@ -17,6 +17,7 @@ from chiasm.client.transport import Transport
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, Unavailable
 from chiasm.local import LocalService
 from chiasm.models.moss_vl.processing import MossVLProcessor
+from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -130,7 +131,9 @@ async def test_a_prompt_is_computed_up_to_the_first_frame_that_was_not_sent() ->
             assert service.encoder.counts.encoded_units == count and held.held.pages > 0
         assert not asking.done()
         await sender.rest(0)
-        assert (await asking).text == expected
+        answer = await asking
+        assert answer.text == expected
+        assert answer.finished is not None and to_seconds(answer.finished.times.fetch) > 0
 
 
 async def test_a_frame_that_never_comes_ends_the_request_at_its_deadline_with_the_stage() -> None:
