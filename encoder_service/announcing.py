@@ -7,8 +7,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from chiasm.cache import wire
 from chiasm.cache.store import Lease
@@ -19,12 +18,10 @@ from encoder_service.batcher import Share
 from encoder_service.engine import Announced, EncoderEngine
 
 AHEAD = 8
-"""Units of one call that are in the engine at a time."""
+"""Units of one call that are in the engine, or done and not told yet, at a time."""
 
 UNRESIZED = 2
 """Of those, frames that are still as large as they were decoded while another is asked for."""
-
-T = TypeVar("T")
 
 
 class _Flying(NamedTuple):
@@ -34,7 +31,7 @@ class _Flying(NamedTuple):
 
 
 class Announcing:
-    """Announces the units of one medium.
+    """Announces the units of one medium. One side starts them and ends, another tells them.
 
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
@@ -64,14 +61,26 @@ class Announcing:
         self._raw = 0
         self._resized = asyncio.Event()
         self._flying: deque[_Flying] = deque()
+        self._changed = asyncio.Condition()
+        self._ended = False
+        self._error: Exception | None = None
         self._told: list[tuple[bytes, bytes]] = []  # key and lease of each entry told
         self.cached = 0
 
-    def start(self, number: int, frame: Rgb) -> None:
-        """Sends a decoded frame, unit `number` of its medium, on its way."""
-        lease = Lease.of(self._seconds)
-        self._raw += 1
-        self._flying.append(_Flying(number, lease, asyncio.create_task(self._announce(frame, lease))))
+    async def start(self, number: int, frame: Rgb) -> None:
+        """Sends a decoded frame, unit `number` of its medium, on its way. Waits while too many are under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._flying) < AHEAD)
+            lease = Lease.of(self._seconds)
+            self._raw += 1
+            self._flying.append(_Flying(number, lease, asyncio.create_task(self._announce(frame, lease))))
+            self._changed.notify_all()
+
+    async def resized(self) -> None:
+        """Waits until another frame may be asked for: few of those that were started are as large as they came."""
+        while self._raw >= UNRESIZED:
+            self._resized.clear()
+            await self._resized.wait()
 
     async def _announce(self, frame: Rgb, lease: Lease) -> Announced:
         try:
@@ -82,45 +91,27 @@ class Announcing:
             self._resized.set()
         return await self._engine.announce_unit(unit, lease=lease, afresh=self._afresh, share=self._share)
 
-    async def resized(self) -> None:
-        """Waits until another frame may be asked for: few of those that were started are as large as they came."""
-        while self._raw >= UNRESIZED:
-            self._resized.clear()
-            await self._resized.wait()
+    async def end(self, error: Exception | None = None) -> None:
+        """Nothing more is started, because all was or because of an error, which `ready` then raises."""
+        async with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
 
-    async def along(self, frames: AsyncGenerator[T]) -> AsyncGenerator[T | epb.EncodeReady, None]:
-        """The frames as they come, and between them the units that are done meanwhile: none waits to be told until the
-        next frame is decoded. Closes `frames`."""
-        coming: asyncio.Task[T] | None = None
-        async with aclosing(frames):
-            try:
-                while True:
-                    coming = coming or asyncio.ensure_future(anext(frames))
-                    done = [flying.task for flying in tuple(self._flying)[:1]]
-                    await asyncio.wait([coming, *done], return_when=asyncio.FIRST_COMPLETED)
-                    if not coming.done():
-                        async for ready in self.ready(every=False):
-                            yield ready
-                        continue
-                    try:
-                        frame = coming.result()
-                    except StopAsyncIteration:
-                        return
-                    finally:
-                        coming = None
-                    yield frame
-                    del frame
-            finally:
-                if coming is not None:  # a generator that runs can not be closed
-                    coming.cancel()
-                    await asyncio.gather(coming, return_exceptions=True)
-
-    async def ready(self, *, every: bool) -> AsyncGenerator[epb.EncodeReady, None]:
-        """Tells the units that are done, in order, and waits for one if too many are under way; or for every unit."""
-        while self._flying and (every or self._flying[0].task.done() or len(self._flying) >= AHEAD):
+    async def ready(self) -> AsyncGenerator[epb.EncodeReady, None]:
+        """Tells each unit when it is done, in the order in which they were started, until all are told that ever will
+        be."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._flying or self._ended)
+            if self._error is not None:
+                raise self._error
+            if not self._flying:
+                return
             number, lease, task = self._flying[0]
             announced = await task
-            self._flying.popleft()
+            async with self._changed:
+                self._flying.popleft()
+                self._changed.notify_all()
             self.cached += announced.cached
             self._told.append((announced.contract.key, lease.id))
             entry = wire.announce(announced.contract, announced.place)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from chiasm.errors import InvalidRequest
 from chiasm.media.sample import SamplingOptions, eligible, seconds_covered
-from chiasm.media.types import Kind, MediaSource, Probed, RawFrame
+from chiasm.media.types import Kind, Probed, RawFrame
 from chiasm.models.family import MediumFacts
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -22,24 +20,14 @@ def kind_of(kind: int) -> Kind:
     return _KINDS[kind]
 
 
-def media_source(header: pb.MediaHeader, pieces: Sequence[bytes]) -> MediaSource:
-    """A medium from its header and the bytes of its frames, or of its one file."""
-    kind = kind_of(header.kind)
-    mime = header.mime_type or None
-    if not header.HasField("frames"):
-        return MediaSource(kind, data=pieces[0] if pieces else b"", mime_type=mime)
-    listed = header.frames
-    frames = [_frame(frame, data) for frame, data in zip(listed.frames, pieces, strict=True)]
-    return MediaSource(kind, mime_type=mime, frames=frames, offsets=_offsets(listed))
-
-
-def _frame(header: pb.FrameHeader, data: bytes) -> bytes | RawFrame:
+def frame_of(header: pb.FrameHeader, data: bytes) -> bytes | RawFrame:
+    """One frame of a list from its header and its bytes."""
     if not header.HasField("raw"):
         return data
     return RawFrame(data, header.raw.size.height, header.raw.size.width, header.raw.channels)
 
 
-def _offsets(listed: pb.FrameList) -> list[float] | None:
+def offsets_of(listed: pb.FrameList) -> list[float] | None:
     """Times of a frame list: one each, or a rate for all. None where there are none; times are never invented."""
     given = [frame.HasField("frame_offset") for frame in listed.frames]
     if listed.HasField("fps"):

@@ -89,7 +89,6 @@ class EncoderEngine:
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
         self.half = half
-        self.store = store
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
         self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
@@ -100,6 +99,16 @@ class EncoderEngine:
         self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._publishing: set[asyncio.Task[None]] = set()
+        self._ending = False
+
+    @property
+    def store(self) -> EntryStore:
+        """Where entries are kept."""
+        return self.publisher.store
+
+    @store.setter
+    def store(self, store: EntryStore) -> None:
+        self.publisher.store = store
 
     @property
     def in_flight(self) -> int:
@@ -150,6 +159,8 @@ class EncoderEngine:
         Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold.
         """
         self.check(plan.grid)
+        if self._ending:
+            raise _ending()
         return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root)
 
     async def announce_unit(
@@ -185,6 +196,8 @@ class EncoderEngine:
 
     async def _made(self, unit: Unit, lease: Lease, share: Share) -> Place:
         """Waits for a unit's flight, beginning it if there is none. The last one to leave takes it out of the queue."""
+        if self._ending:
+            raise _ending()
         flight = self._flights.get(unit.key)  # another caller may have come while the store was asked
         if flight is None:
             flight = self._flights.begin(unit)
@@ -269,13 +282,15 @@ class EncoderEngine:
             self._work.set()
 
     async def close(self) -> None:
-        """Ends the pass that is running and fails what waits."""
+        """Ends the pass that is running and fails what waits, and whatever comes."""
+        self._ending = True
         for task in [*([self._runner] if self._runner else []), *self._publishing]:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         for flight in self._flights:
             for waiter in tuple(flight.waiters):
                 waiter.fail(_ending())
+            self._flights.end(flight)
         for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
             await asyncio.to_thread(end)
 

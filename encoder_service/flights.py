@@ -112,5 +112,6 @@ class Flights:
         return flight
 
     def end(self, flight: Flight) -> None:
-        """The unit is in the store, or will not be: whoever comes now asks the store."""
-        del self._flying[flight.unit.key]
+        """The unit is in the store, or will not be: whoever comes now asks the store. Once is enough."""
+        if self._flying.get(flight.unit.key) is flight:
+            del self._flying[flight.unit.key]

@@ -1,62 +1,167 @@
 """The bytes of one medium and what the sandbox makes of them: what it is, and its frames.
 
-It waits for the bytes itself, so that whoever needs none of them never does. It knows no model and no entry.
+It waits for the bytes itself, so that whoever needs none of them never does. A file is opened when all of it has come;
+of a list each frame is, and nothing of it is kept behind it. It knows no model and no entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
+from typing import TypeAlias
 
 from chiasm.errors import InvalidRequest
+from chiasm.media.listed import Listed
 from chiasm.media.sandbox import Sandbox
-from chiasm.media.types import Decoded, Frame, MediaSource, Probed
+from chiasm.media.types import Decoded, Frame, Kind, MediaSource, Probed, RawFrame
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from encoder_service import convert
 from encoder_service.inbox import Inbox
 from encoder_service.quarantine import POISON, Quarantine
 
+Aside: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+"""Entered while bytes are waited for, which may take as long as their sender likes."""
 
-class Material:
+
+class Material(ABC):
     """One medium of one call.
 
     Whatever ends the processes that open it is remembered as poison of its tenant, and is not opened again for a while.
+
+    Attributes:
+        fetching: seconds for which bytes were waited for.
+        decoding: seconds that frames took once their bytes were there.
     """
 
     def __init__(self, opened: epb.EncodeOpen, inbox: Inbox, sandbox: Sandbox, quarantine: Quarantine) -> None:
-        self._open = opened
+        self.fetching = 0.0
+        self.decoding = 0.0
+        self._tenant = opened.tenant_root
+        self._item = opened.item
         self._inbox = inbox
         self._sandbox = sandbox
         self._quarantine = quarantine
-        self._source: MediaSource | None = None
 
+    @staticmethod
+    def of(opened: epb.EncodeOpen, inbox: Inbox, sandbox: Sandbox, quarantine: Quarantine) -> Material:
+        """The medium that a call describes. Raises InvalidRequest for what it cannot be."""
+        kind = convert.kind_of(opened.media.kind)
+        if opened.media.HasField("frames"):
+            return _List(kind, opened, inbox, sandbox, quarantine)
+        return _File(kind, opened, inbox, sandbox, quarantine)
+
+    @abstractmethod
     async def probe(self) -> Probed:
         """What the medium is, once enough of it has come to tell. Raises as `Sandbox.probe`, and POISON_INPUT."""
-        source = await self._whole()
+
+    @property
+    @abstractmethod
+    def probed(self) -> Probed:
+        """As `probe`, with what became known since."""
+
+    @abstractmethod
+    def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
+        """Its frames at `indices`, then one `Decoded`. As `Sandbox.decode`, and as `probe` on poison. Once."""
+
+    async def _next(self, aside: Aside = nullcontext) -> bytes:
+        """The next frame of a list, or the file."""
+        if self._inbox.frame_there:
+            return await self._inbox.frame()
+        began = time.monotonic()
         try:
-            return await self._sandbox.probe(source, item=self._open.item)
+            async with aside():
+                return await self._inbox.frame()
+        finally:
+            self.fetching += time.monotonic() - began
+
+    @contextmanager
+    def _opening(self, kind: Kind, data: bytes) -> Iterator[None]:
+        """Around whatever opens a file, or a picture of a list."""
+        self._quarantine.check(self._tenant, kind, data)
+        try:
+            yield
         except InvalidRequest as error:
-            self._judge(source, error)
+            if error.reason == POISON:
+                self._quarantine.remember(self._tenant, kind, data)
             raise
 
-    async def decode(self, indices: Sequence[int]) -> AsyncGenerator[Frame | Decoded, None]:
-        """Its frames at `indices`, then one `Decoded`. As `Sandbox.decode`, and as `probe` on poison."""
-        source = await self._whole()
-        try:
-            async with aclosing(self._sandbox.decode(source, indices, item=self._open.item)) as frames:
+
+class _File(Material):
+    def __init__(
+        self, kind: Kind, opened: epb.EncodeOpen, inbox: Inbox, sandbox: Sandbox, quarantine: Quarantine
+    ) -> None:
+        super().__init__(opened, inbox, sandbox, quarantine)
+        self._kind = kind
+        self._mime = opened.media.mime_type or None
+        self._data: bytes | None = None
+        self._probed: Probed | None = None
+
+    async def probe(self) -> Probed:
+        source = await self._source()
+        with self._opening(source.kind, source.data):
+            self._probed = await self._sandbox.probe(source, item=self._item)
+        return self._probed
+
+    @property
+    def probed(self) -> Probed:
+        assert self._probed is not None, "it is probed first"
+        return self._probed
+
+    async def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
+        source = await self._source(aside)
+        with self._opening(source.kind, source.data):
+            async with aclosing(self._sandbox.decode(source, indices, item=self._item)) as frames:
+                began = time.monotonic()
                 async for frame in frames:
+                    self.decoding += time.monotonic() - began
                     yield frame
-        except InvalidRequest as error:
-            self._judge(source, error)
-            raise
+                    began = time.monotonic()
 
-    async def _whole(self) -> MediaSource:
-        if self._source is None:
-            source = convert.media_source(self._open.media, await self._inbox.media())
-            self._quarantine.check(self._open.tenant_root, source)
-            self._source = source
-        return self._source
+    async def _source(self, aside: Aside = nullcontext) -> MediaSource:
+        if self._data is None:
+            self._data = await self._next(aside)
+        return MediaSource(self._kind, self._data, self._mime)
 
-    def _judge(self, source: MediaSource, error: InvalidRequest) -> None:
-        if error.reason == POISON:
-            self._quarantine.remember(self._open.tenant_root, source)
+
+class _List(Material):
+    def __init__(
+        self, kind: Kind, opened: epb.EncodeOpen, inbox: Inbox, sandbox: Sandbox, quarantine: Quarantine
+    ) -> None:
+        super().__init__(opened, inbox, sandbox, quarantine)
+        self._headers = opened.media.frames.frames
+        offsets = convert.offsets_of(opened.media.frames)
+        self._listed = Listed(sandbox, kind, len(self._headers), offsets, item=self._item)
+        self._first: bytes | RawFrame | None = None
+
+    async def probe(self) -> Probed:
+        first = self._first = convert.frame_of(self._headers[0], await self._next())
+        with self._opening_frame(first):
+            return await self._listed.probe(first)
+
+    @property
+    def probed(self) -> Probed:
+        return self._listed.probed
+
+    async def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
+        wanted = frozenset(indices)
+        if self._first is None:
+            await self.probe()
+        for number, header in enumerate(self._headers):
+            frame = self._first if number == 0 else convert.frame_of(header, await self._next(aside))
+            assert frame is not None, "the first frame was probed, and a list is decoded once"
+            self._first = None
+            began = time.monotonic()
+            with self._opening_frame(frame):
+                opened = await self._listed.open(frame)
+            del frame
+            self.decoding += time.monotonic() - began
+            if number in wanted:
+                yield opened
+        yield self._listed.decoded
+
+    @contextmanager
+    def _opening_frame(self, frame: bytes | RawFrame) -> Iterator[None]:
+        with nullcontext() if isinstance(frame, RawFrame) else self._opening("image", frame):
+            yield  # raw pixels kill no decoder

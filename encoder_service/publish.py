@@ -37,7 +37,7 @@ class Publisher:
     """
 
     def __init__(self, store: EntryStore, secret: bytes, contract: Callable[[Unit], Contract]) -> None:
-        self._store = store
+        self.store = store
         self._secret = secret
         self._contract = contract
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
@@ -66,7 +66,7 @@ class Publisher:
         await self._put(sealed, flight, stuck)
         while (waiter := flight.unsettled()) is not None:
             try:
-                pinned = await self._store.pin(flight.unit.key, waiter.lease)
+                pinned = await self.store.pin(flight.unit.key, waiter.lease)
                 if pinned is None:  # whoever it was pinned for has left, and others needed the room
                     await self._put(sealed, flight, stuck)
                 else:
@@ -87,7 +87,7 @@ class Publisher:
             waiter = flight.unsettled()
             lease = None if waiter is None else waiter.lease
             try:
-                place = await self._store.put(sealed, flight.unit.key, lease=lease, owner=owner(flight.unit.root))
+                place = await self.store.put(sealed, flight.unit.key, lease=lease, owner=owner(flight.unit.root))
             except Overloaded as error:
                 if not error.retryable or lease is None or time.monotonic() >= began + lease.seconds:
                     raise
@@ -103,6 +103,6 @@ class Publisher:
     async def _tell(self, flight: Flight, waiter: Waiter, place: Place) -> None:
         """Tells one who waits where the entry lies. He has a pin, which is taken back if he left meanwhile."""
         if waiter.left:
-            await self._store.release(flight.unit.key, waiter.lease.id)
+            await self.store.release(flight.unit.key, waiter.lease.id)
         elif not waiter.place.done():
             waiter.place.set_result(place)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import blake3
 
 from chiasm.errors import InvalidRequest
-from chiasm.media.types import MediaSource
+from chiasm.media.types import Kind
 
 POISON = "POISON_INPUT"
 
@@ -34,32 +34,28 @@ class Quarantine:
         self._clock = clock
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
-    def check(self, tenant: bytes, source: MediaSource) -> None:
+    def check(self, tenant: bytes, kind: Kind, data: bytes) -> None:
         """Raises InvalidRequest POISON_INPUT for a medium of that tenant that is remembered. Costs nothing while
         nothing is."""
         now = self._clock()
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
-        if self._until and _digest(tenant, source) in self._until:
+        if self._until and _digest(tenant, kind, data) in self._until:
             raise InvalidRequest(
                 POISON,
                 f"this medium ended the processes that opened it; it is not opened for {self._seconds:g} s",
                 facts={"seconds": self._seconds},
             )
 
-    def remember(self, tenant: bytes, source: MediaSource) -> None:
+    def remember(self, tenant: bytes, kind: Kind, data: bytes) -> None:
         """Keeps a medium of a tenant from being opened again."""
-        digest = _digest(tenant, source)
+        digest = _digest(tenant, kind, data)
         self._until.pop(digest, None)
         self._until[digest] = self._clock() + self._seconds
         if len(self._until) > self._most:
             self._until.popitem(last=False)
 
 
-def _digest(tenant: bytes, source: MediaSource) -> bytes:
-    """Of the tenant and every encoded byte of a medium. Raw frames kill no decoder and count for nothing here."""
-    digest = blake3.blake3(source.kind.encode(), key=tenant)
-    for frame in [source.data] if source.frames is None else source.frames:
-        if isinstance(frame, bytes):
-            digest.update(len(frame).to_bytes(8, "little")).update(frame)
-    return digest.digest()
+def _digest(tenant: bytes, kind: Kind, data: bytes) -> bytes:
+    """Of the tenant and of what is opened at once: a file, or one picture of a list, whatever lies beside it."""
+    return blake3.blake3(kind.encode(), key=tenant).update(data).digest()

@@ -1,11 +1,13 @@
 """`Encoder` on the wire: the life of one `Encode` call, from bytes to announced entries.
 
-open and bytes → probed → siblings → sized → go → decoded frame by frame → entries announced → end. A medium at fault
-ends the call with `failed`, which names it; only the worker's own faults fail the call itself.
+open and bytes → probed → siblings → sized → go → decoded frame by frame → entries announced → end. The frames of a list
+may come all along the way. A medium at fault ends the call with `failed`, which names it; only the worker's own faults
+fail the call itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -17,7 +19,7 @@ from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sample import pick
 from chiasm.media.sandbox import Sandbox
-from chiasm.media.types import Decoded, Limits, Probed
+from chiasm.media.types import Decoded, Limits
 from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.rpc.line import line
 from chiasm.rpc.replica import replica
@@ -173,7 +175,7 @@ class _Encoding:
         self._turn = turn
         self._open = opened
         self._inbox = inbox
-        self._material = Material(opened, inbox, servicer.sandbox, servicer.quarantine)
+        self._material = Material.of(opened, inbox, servicer.sandbox, servicer.quarantine)
         self._revision = 0
 
     async def run(self) -> AsyncGenerator[epb.EncodeResponse, None]:
@@ -188,10 +190,10 @@ class _Encoding:
         siblings = (await self._inbox.siblings()).siblings
         plan = self._plan(siblings)
         indices = pick(probed.frame_offsets, options, plan.units)
-        yield self._sized(plan, indices, probed, final=False)
+        yield self._sized(plan, indices, final=False)
         go = await self._inbox.go()
         await self._turn.begin()
-        async with aclosing(self._units(plan, indices, probed, go)) as responses:
+        async with aclosing(self._units(plan, indices, go)) as responses:
             async for response in responses:
                 yield response
 
@@ -209,70 +211,71 @@ class _Encoding:
         return plan
 
     async def _units(
-        self, plan: MediumPlan, indices: Sequence[int], probed: Probed, go: epb.EncodeGo
+        self, plan: MediumPlan, indices: Sequence[int], go: epb.EncodeGo
     ) -> AsyncGenerator[epb.EncodeResponse, None]:
-        """Decodes, encodes and announces, a few units ahead of what is told.
+        """Announces units as they are done, while others are decoded and encoded."""
+        seconds = to_seconds(self._open.lease) or self._s.lease
+        root = self._open.tenant_root
+        share = self._s.engine.share(root, key=self._open.fairness_key.encode(), priority=self._open.priority)
+        announcing = Announcing(self._s.engine, plan, root=root, seconds=seconds, afresh=go.afresh, share=share)
+        began, fetched = time.monotonic(), self._material.fetching
+        feeding = asyncio.create_task(self._feed(announcing, plan, indices, go))
+        try:
+            async for ready in announcing.ready():
+                yield epb.EncodeResponse(ready=ready)
+            came, decoded = await feeding
+            if decoded is not None:
+                yield self._sized(plan, came, final=True)
+            self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
+            usage = None if decoded is None else self._usage(plan, came, decoded, announcing.cached)
+            fetching, decoding = self._material.fetching, self._material.decoding
+            encoding = time.monotonic() - began - decoding - (fetching - fetched)
+            times = pb.StageTimes(
+                fetch=to_duration(fetching), decode_media=to_duration(decoding), encode=to_duration(max(encoding, 0.0))
+            )
+            yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))
+            await self._inbox.ended()
+        except BaseException:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+            await announcing.abandon()
+            raise
+
+    async def _feed(
+        self, announcing: Announcing, plan: MediumPlan, indices: Sequence[int], go: epb.EncodeGo
+    ) -> tuple[list[int], Decoded | None]:
+        """Starts a unit for each frame as it comes. Returns which frames came, and how they ended; a part of a medium
+        has no end.
 
         Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last
         `sized` says which frames they are.
         """
-        engine = self._s.engine
         wanted = [range(run.first, run.first + run.count) for run in go.units]
         enough = max((run.stop for run in wanted), default=None) if go.part else None
-        seconds = to_seconds(self._open.lease) or self._s.lease
-        root = self._open.tenant_root
-        share = engine.share(root, key=self._open.fairness_key.encode(), priority=self._open.priority)
-        announcing = Announcing(engine, plan, root=root, seconds=seconds, afresh=go.afresh, share=share)
         came: list[int] = []
-        decoded: Decoded | None = None
-        clock = time.monotonic
-        began = clock()
-        waited = 0.0  # for entries and for credit; the rest of the time went into decoding
         try:
-            async with aclosing(announcing.along(self._material.decode(indices))) as frames:
+            async with aclosing(self._material.decode(indices, self._turn.aside)) as frames:
                 async for frame in frames:
-                    if isinstance(frame, epb.EncodeReady):
-                        paused = clock()
-                        yield epb.EncodeResponse(ready=frame)
-                        waited += clock() - paused
-                        continue
                     if isinstance(frame, Decoded):
-                        decoded = frame
-                        break
+                        await announcing.end()
+                        return came, frame
                     came.append(frame.index)
                     if wanted and not any(len(came) - 1 in run for run in wanted):
                         continue
-                    paused = clock()
-                    if not self._inbox.in_credit:
-                        # Credit comes for what is told; what is done and not told yet would be waited for for ever.
-                        async for ready in announcing.ready(every=True):
-                            yield epb.EncodeResponse(ready=ready)
-                    await self._inbox.spend(plan.tokens * engine.bytes_per_token)
-                    announcing.start(len(came) - 1, frame.rgb)
-                    async for ready in announcing.ready(every=False):
-                        yield epb.EncodeResponse(ready=ready)
+                    await self._inbox.spend(plan.tokens * self._s.engine.bytes_per_token)
+                    await announcing.start(len(came) - 1, frame.rgb)
                     del frame  # it is as large as the picture, and the next may be long in coming
                     await announcing.resized()
-                    waited += clock() - paused
                     if len(came) == enough:
-                        break
-            assert decoded is not None or len(came) == enough, "a decoding ends with its count"
-            decoding = clock() - began - waited
-            if decoded is not None:
-                yield self._sized(plan, came, probed, final=True)
-            async for ready in announcing.ready(every=True):
-                yield epb.EncodeResponse(ready=ready)
-            self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
-            usage = None if decoded is None else self._usage(plan, came, probed, decoded, announcing.cached)
-            encoding = clock() - began - decoding
-            times = pb.StageTimes(decode_media=to_duration(decoding), encode=to_duration(encoding))
-            yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))
-            await self._inbox.ended()
-        except BaseException:
-            await announcing.abandon()
+                        await announcing.end()
+                        return came, None
+            raise AssertionError("a decoding ends with its count")
+        except Exception as error:
+            await announcing.end(error)
             raise
 
-    def _sized(self, plan: MediumPlan, indices: Sequence[int], probed: Probed, *, final: bool) -> epb.EncodeResponse:
+    def _sized(self, plan: MediumPlan, indices: Sequence[int], *, final: bool) -> epb.EncodeResponse:
+        offsets = self._material.probed.frame_offsets
         self._revision += 1
         grid = pb.Grid(t=1, h=plan.grid[0], w=plan.grid[1])
         units = [
@@ -280,7 +283,7 @@ class _Encoding:
                 index=number,
                 grid=grid,
                 tokens=plan.tokens,
-                frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(probed.frame_offsets[i]))],
+                frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(offsets[i]))],
             )
             for number, i in enumerate(indices)
         ]
@@ -293,9 +296,8 @@ class _Encoding:
         )
         return epb.EncodeResponse(sized=sized)
 
-    def _usage(
-        self, plan: MediumPlan, indices: Sequence[int], probed: Probed, decoded: Decoded, cached: int
-    ) -> pb.MediaUsage:
+    def _usage(self, plan: MediumPlan, indices: Sequence[int], decoded: Decoded, cached: int) -> pb.MediaUsage:
+        probed = self._material.probed
         altered = [*(["upscaled"] if plan.upscaled else []), *(["truncated"] if decoded.truncated else [])]
         return pb.MediaUsage(
             slot=self._open.slot,

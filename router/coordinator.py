@@ -119,8 +119,9 @@ class Coordinator(Work):
             return early
         if not self._admitted:
             return "queue"
-        if not all(medium.all_announced for medium in self.media):
-            return "encode"
+        unannounced = [medium for medium in self.media if not medium.all_announced]
+        if unannounced:
+            return "encode" if all(medium.source.whole for medium in unannounced) else "fetch"
         return "decode" if self._began else "prefill"
 
     # -- the decoder's call ------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class Coordinator(Work):
         except TimeoutError:
             _log.warning("unaccounted", extra={"request_id": self._request.request_id})
         finished.usage.media.extend(m.usage for m in self.media if m.usage is not None)
-        for name in ("decode_media", "encode"):
+        for name in ("fetch", "decode_media", "encode"):
             spent = sum(to_seconds(getattr(m.times, name)) for m in self.media)
             getattr(finished.times, name).CopyFrom(to_duration(spent))
         return finished

@@ -6,7 +6,7 @@ It knows the order of one call's messages. Whether a call is made again, and whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
@@ -24,17 +24,27 @@ class Outbox(Generic[T]):
     """Messages of one call in the order in which they are put, until it is ended."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[T | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[T | Exception | None] = asyncio.Queue()
 
     def put(self, message: T) -> None:
         self._queue.put_nowait(message)
 
-    def end(self) -> None:
-        self._queue.put_nowait(None)
+    async def sent(self, message: T) -> None:
+        """Puts a message and returns when it is on its way: what is put meanwhile goes before the next."""
+        self.put(message)
+        await self._queue.join()
+
+    def end(self, error: Exception | None = None) -> None:
+        """No more messages come; with an error, because of it."""
+        self._queue.put_nowait(error)
 
     async def messages(self) -> AsyncGenerator[T, None]:
+        """Raises the error it was ended with."""
         while (message := await self._queue.get()) is not None:
+            if isinstance(message, Exception):
+                raise message
             yield message
+            self._queue.task_done()
 
 
 class Dispatch:
@@ -42,8 +52,8 @@ class Dispatch:
 
     Args:
         opened: what it begins with.
-        source: the bytes that follow. Nothing else need be sent before the last of them: an encoder tells what a medium
-            is when it has all of it.
+        source: the bytes that follow, as they come. Those of a list are sent while they are of use: until it is known
+            what it is, and again when entries may be made and there is credit for them.
 
     Attributes:
         pinned: bytes of each entry that this call announced and that is not attached yet.
@@ -55,6 +65,11 @@ class Dispatch:
         self._opened = opened
         self._source = source
         self._outbox: Outbox[epb.EncodeRequest] = Outbox()
+        self._outbox.put(epb.EncodeRequest(open=opened))
+        self._probed = False
+        self._gone = False
+        self._of_use = asyncio.Event()
+        self._of_use.set()
         self.pinned: dict[int, int] = {}
         self.ended = False
         self.units = 0
@@ -64,6 +79,8 @@ class Dispatch:
 
     def go(self, go: epb.EncodeGo) -> None:
         self._outbox.put(epb.EncodeRequest(go=go))
+        self._gone = True
+        self._pace()
 
     def attached(self, unit: int) -> None:
         """An entry of this call was attached, or is wanted no more: its bytes are credit again.
@@ -75,6 +92,7 @@ class Dispatch:
             self._settle()
         elif size is not None:
             self._outbox.put(epb.EncodeRequest(credit=epb.EncodeCredit(bytes=size)))
+        self._pace()
 
     async def run(
         self,
@@ -87,26 +105,45 @@ class Dispatch:
         Raises ChiasmError: the medium's fault as the encoder found it, or how the call broke.
         """
         with worker.busy():
-            calls = worker.calls.encode(self._requests(), timeout=timeout)
-            async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
-                async for response in responses:
-                    which = response.WhichOneof("message")
-                    if which == "ready":
-                        self.pinned[response.ready.unit] = response.ready.entry.byte_length
-                    elif which == "failed":
-                        raise from_status(Status.FromString(response.failed.status))
-                    yield response
-                    if which == "end":
-                        self.ended = True
-                        self._settle()
+            feeding = asyncio.create_task(self._feed())
+            calls = worker.calls.encode(self._outbox.messages(), timeout=timeout)
+            try:
+                async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
+                    async for response in responses:
+                        which = response.WhichOneof("message")
+                        if which == "probed":
+                            self._probed = True
+                        elif which == "ready":
+                            self.pinned[response.ready.unit] = response.ready.entry.byte_length
+                        elif which == "failed":
+                            raise from_status(Status.FromString(response.failed.status))
+                        self._pace()
+                        yield response
+                        if which == "end":
+                            self.ended = True
+                            self._settle()
+            finally:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
 
     def _settle(self) -> None:
         if not self.pinned:
             self._outbox.end()
 
-    async def _requests(self) -> AsyncIterator[epb.EncodeRequest]:
-        yield epb.EncodeRequest(open=self._opened)
-        async for chunk in self._source.chunks():
-            yield epb.EncodeRequest(chunk=chunk)
-        async for message in self._outbox.messages():
-            yield message
+    def _pace(self) -> None:
+        """An encoder that waits for something else than bytes would only have to hold them."""
+        can_encode = self._gone and sum(self.pinned.values()) < self._opened.initial_credit
+        if can_encode or not self._probed:
+            self._of_use.set()
+        else:
+            self._of_use.clear()
+
+    async def _feed(self) -> None:
+        listed = self._source.header.HasField("frames")
+        try:
+            async for chunk in self._source.chunks():
+                if listed:
+                    await self._of_use.wait()
+                await self._outbox.sent(epb.EncodeRequest(chunk=chunk))
+        except Exception as error:
+            self._outbox.end(error)

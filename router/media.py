@@ -56,8 +56,9 @@ class Inline:
         frames = [frame.data for frame in self._medium.frames.frames] if listed else [self._medium.data]
         for number, data in enumerate(frames):
             for at in range(0, max(len(data), 1), CHUNK_BYTES):
-                last = number == len(frames) - 1 and at + CHUNK_BYTES >= len(data)
-                yield pb.MediaChunk(frame=number, data=data[at : at + CHUNK_BYTES], last=last)
+                ends = at + CHUNK_BYTES >= len(data)
+                last = ends and number == len(frames) - 1
+                yield pb.MediaChunk(frame=number, data=data[at : at + CHUNK_BYTES], last=last, ends_frame=ends)
 
     async def hint(self) -> bytes:
         return await first_piece(self)

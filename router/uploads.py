@@ -172,7 +172,7 @@ class Uploads:
         """Takes every piece. `keep` is False for bytes that are here already and are only compared."""
         frames = max(1, len(header.media.frames.frames))
         digest = blake3()
-        frame = 0
+        frame, frame_ended = 0, False
         end = self._clock() + self._limits.max_seconds
         while (request := await self._next(requests)) is not None:
             if self._clock() > end:
@@ -184,11 +184,13 @@ class Uploads:
                 raise _protocol("length", "a piece came after the last")
             if len(chunk.data) > CHUNK_BYTES:
                 raise _protocol("chunk", f"a piece has {len(chunk.data)} bytes, {CHUNK_BYTES} are taken")
-            if not chunk.data and not chunk.last and chunk.frame == frame:
-                raise _protocol("chunk", "a piece that is neither the last nor of a new frame is empty")
-            if not frame <= chunk.frame < frames:
+            ends = chunk.last or chunk.ends_frame
+            if not chunk.data and not ends and chunk.frame == frame:
+                raise _protocol("chunk", "a piece that ends nothing and is not of a new frame is empty")
+            more = frame_ended and chunk.frame == frame and not (chunk.last and not chunk.data)
+            if more or not frame <= chunk.frame < frames:
                 raise _protocol("frame", f"a piece is of frame {chunk.frame}, after frame {frame} of {frames}")
-            frame = chunk.frame
+            frame, frame_ended = chunk.frame, chunk.ends_frame
             size = upload.size + len(chunk.data)
             if size > self._limits.max_bytes:
                 raise self._too_large(size)

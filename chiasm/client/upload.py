@@ -100,8 +100,9 @@ class Upload:
                         raise _changed(size, sent)
                     sent += len(data)
                     self._digest.update(data)
-                    last = frame == last_frame and sent == size
-                    yield rpb.UploadRequest(chunk=pb.MediaChunk(frame=frame, data=data, last=last))
+                    ends = sent == size
+                    last = ends and frame == last_frame
+                    yield rpb.UploadRequest(chunk=pb.MediaChunk(frame=frame, data=data, last=last, ends_frame=ends))
 
     def check(self, response: rpb.UploadResponse) -> None:
         """Raises ServerError DATA_LOSS if the server has other bytes than were sent."""

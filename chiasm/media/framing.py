@@ -14,8 +14,8 @@ from typing import Any
 
 PREFIX = struct.Struct(">I")
 
-# A job's header lists at most `Limits.max_listed_frames` raw layouts of some 60 bytes each; the rest is far smaller.
-MAX_HEADER = 2**20
+# A job's header is some hundred bytes, an answer's at most a few thousand.
+MAX_HEADER = 2**16
 
 # Exit status of a worker that could not be confined and therefore reads nothing. Python's own failures have 1 and 2.
 UNCONFINED = 77

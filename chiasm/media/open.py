@@ -1,14 +1,15 @@
 """The one choke point for media: what is it, and may it be this large?
 
-Every medium of every request passes `check` before anything is parsed, whichever way it came: it counts bytes and
-listed frames, looks at the layout of raw frames and at the times, names the format by its first bytes and reads the
-size a picture claims out of its header. All of it is arithmetic on bytes: no decoder, no Pillow, no PyAV, no process.
-What a container claims is checked here only to refuse early; the decoders count again while they decode.
+Every file of every request passes `check` before it is parsed, whichever way it came: it counts bytes, names the format
+by its first bytes and reads the size a picture claims out of its header. Lists of frames pass `check_list`, which looks
+at count and times, and each raw frame `check_raw`. All of it is arithmetic on bytes: no decoder, no Pillow, no PyAV, no
+process. What a container claims is checked here only to refuse early; the decoders count again while they decode.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from chiasm.errors import InvalidRequest
 from chiasm.media.sniff import Found, claimed_size, may_move, sniff
@@ -18,30 +19,23 @@ from chiasm.media.types import Kind, Limits, MediaSource, RawFrame
 MAX_OFFSET = 1e9
 
 
-def check(source: MediaSource, limits: Limits) -> tuple[Found, ...]:
-    """Everything that can be refused without parsing, cheapest first.
-
-    Returns what was found for each encoded file of `source`: one for `data`, one per entry of `frames` (raw frames are
-    `Found("image", "raw")`).
+def check(source: MediaSource, limits: Limits) -> Found:
+    """Everything about a file that can be refused without parsing, cheapest first. Returns what was found.
 
     Raises:
-        InvalidRequest: MEDIA_EMPTY, NO_FRAMES, TOO_MANY_ITEMS, MEDIA_TOO_LARGE, FIELD_MISSING, FIELD_OUT_OF_RANGE,
-            FRAME_LAYOUT, TIMESTAMPS_INVALID, MEDIA_UNSUPPORTED, MEDIA_TYPE_MISMATCH, NO_VIDEO_STREAM,
+        InvalidRequest: MEDIA_EMPTY, MEDIA_TOO_LARGE, MEDIA_UNSUPPORTED, MEDIA_TYPE_MISMATCH, NO_VIDEO_STREAM,
             MEDIA_DECODE_FAILED (a picture whose header says it has no pixels).
     """
-    assert (source.data is None) != (source.frames is None), "exactly one of data and frames is set"
-    if source.data is not None:
-        assert source.offsets is None, "offsets belong to a list of frames"
-        _check_bytes(len(source.data), limits)
-        found = sniff(source.data)
-        _check_kind(source.kind, found, source.data, limits)
-        if found.group == "image":
-            _check_claimed(found.name, source.data, limits)
-        return (found,)
-    return _check_list(source, limits)
+    check_bytes(len(source.data), limits)
+    found = sniff(source.data)
+    _check_kind(source.kind, found, source.data, limits)
+    if found.group == "image":
+        _check_claimed(found.name, source.data, limits)
+    return found
 
 
-def _check_bytes(size: int, limits: Limits) -> None:
+def check_bytes(size: int, limits: Limits) -> None:
+    """Raises MEDIA_EMPTY, or MEDIA_TOO_LARGE for more than one medium may have."""
     if size == 0:
         raise InvalidRequest("MEDIA_EMPTY", "the medium has no bytes")
     if size > limits.max_bytes:
@@ -124,41 +118,27 @@ def _check_claimed(name: str, data: bytes, limits: Limits) -> None:
         raise too_many_pixels(width * height, limits)
 
 
-def _check_list(source: MediaSource, limits: Limits) -> tuple[Found, ...]:
-    frames = source.frames
-    assert frames is not None
-    if not frames:
+def check_list(kind: Kind, count: int, offsets: Sequence[float] | None, limits: Limits) -> None:
+    """Everything about a list of frames that can be refused before any of them has come.
+
+    Args:
+        count: frames that are listed.
+        offsets: seconds of each; not needed for the one of an image.
+
+    Raises:
+        InvalidRequest: NO_FRAMES, TOO_MANY_ITEMS, FIELD_MISSING, TIMESTAMPS_INVALID, FIELD_OUT_OF_RANGE,
+            MEDIA_TOO_LARGE (seconds).
+    """
+    if not count:
         raise InvalidRequest("NO_FRAMES", "the list of frames is empty")
-    limit = 1 if source.kind == "image" else limits.max_listed_frames
-    if len(frames) > limit:
+    limit = 1 if kind == "image" else limits.max_listed_frames
+    if count > limit:
         raise InvalidRequest(
             "TOO_MANY_ITEMS",
-            f"{len(frames)} frames are listed, at most {limit} are taken",
-            facts={"got": len(frames), "limit": limit},
+            f"{count} frames are listed, at most {limit} are taken",
+            facts={"got": count, "limit": limit},
         )
-    sizes = [len(frame.data if isinstance(frame, RawFrame) else frame) for frame in frames]
-    if sum(sizes) > limits.max_bytes:
-        _check_bytes(sum(sizes), limits)
-    _check_offsets(source, limits)
-    found: list[Found] = []
-    first: RawFrame | None = None
-    for index, frame in enumerate(frames):
-        try:
-            if isinstance(frame, RawFrame):
-                check_raw(frame, limits)
-                found.append(Found("image", "raw"))
-                first = first or frame
-                check_same_size(index, (first.height, first.width), (frame.height, frame.width))
-            else:
-                _check_bytes(len(frame), limits)
-                kind = sniff(frame)
-                _check_kind("image", kind, frame, limits)
-                _check_claimed(kind.name, frame, limits)
-                found.append(kind)
-        except InvalidRequest as error:
-            error.facts.setdefault("index", index)
-            raise
-    return tuple(found)
+    _check_offsets(kind, count, offsets, limits)
 
 
 def check_same_size(index: int, first: tuple[int, int], size: tuple[int, int]) -> None:
@@ -207,11 +187,9 @@ def check_raw(frame: RawFrame, limits: Limits) -> None:
         )
 
 
-def _check_offsets(source: MediaSource, limits: Limits) -> None:
-    frames, offsets = source.frames, source.offsets
-    assert frames is not None
+def _check_offsets(kind: Kind, count: int, offsets: Sequence[float] | None, limits: Limits) -> None:
     if offsets is None:
-        if source.kind == "image":
+        if kind == "image":
             return
         # A time that nobody gave would be invented, and the model would be told it as a fact.
         raise InvalidRequest(
@@ -219,11 +197,11 @@ def _check_offsets(source: MediaSource, limits: Limits) -> None:
             "a list of frames needs a time for each of them",
             facts={"field": "timestamps or fps"},
         )
-    if len(offsets) != len(frames):
+    if len(offsets) != count:
         raise InvalidRequest(
             "TIMESTAMPS_INVALID",
-            f"{len(frames)} frames came with {len(offsets)} times",
-            facts={"frames": len(frames), "timestamps": len(offsets)},
+            f"{count} frames came with {len(offsets)} times",
+            facts={"frames": count, "timestamps": len(offsets)},
         )
     last = -math.inf
     for index, offset in enumerate(offsets):

@@ -16,16 +16,16 @@ import socket
 import subprocess
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import chiasm
 from chiasm.errors import InvalidRequest
 from chiasm.media import framing
-from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Picture, Probed, Rgb
 
 _MAX_FLAGS = 64
 # Large messages arrive whenever they can; in between, others get the loop.
@@ -42,6 +42,9 @@ _REASONS = frozenset(
         "FRAME_LAYOUT",
     }
 )
+
+
+Answer: TypeAlias = Probed | Frame | Picture | Decoded
 
 
 class Died(Exception):
@@ -134,7 +137,7 @@ class Worker:
         except framing.BrokenFrame as error:
             raise Died from error
 
-    async def answer(self, limits: Limits) -> Probed | Frame | Decoded:
+    async def answer(self, limits: Limits) -> Answer:
         """One answer of a worker. It may be lying: every number is checked before memory follows from it."""
         header, parts = await self._header()
         try:
@@ -142,18 +145,17 @@ class Worker:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Died from error
 
-    async def _understand(self, header: dict[str, Any], parts: list[int], limits: Limits) -> Probed | Frame | Decoded:
+    async def _understand(self, header: dict[str, Any], parts: list[int], limits: Limits) -> Answer:
         what = header["is"]
         if what == "error":
             raise _refusal(header)
         if what == "frame":
-            height, width = _natural(header["height"]), _natural(header["width"])
-            offset = _seconds(header["offset"])
-            _demand(0 < height * width <= limits.max_pixels and parts == [height * width * 3])
-            rgb = np.empty((height, width, 3), np.uint8)
-            await self._receive(rgb.data.cast("B"))
-            return Frame(_natural(header["index"]), offset, rgb)
+            index, offset = _natural(header["index"]), _seconds(header["offset"])
+            return Frame(index, offset, await self._pixels(header, parts, limits))
         flags = tuple(str(flag)[:64] for flag in header["flags"][:_MAX_FLAGS])
+        if what == "picture":
+            found, seconds = str(header["found"])[:64], _seconds(header["seconds"])
+            return Picture(await self._pixels(header, parts, limits), found, flags, seconds)
         if what == "decoded":
             return Decoded(_natural(header["frames"]), bool(header["truncated"]), flags)
         _demand(what == "probed" and header["kind"] in ("image", "video"))
@@ -175,6 +177,13 @@ class Worker:
             flags,
         )
 
+    async def _pixels(self, header: dict[str, Any], parts: list[int], limits: Limits) -> Rgb:
+        height, width = _natural(header["height"]), _natural(header["width"])
+        _demand(0 < height * width <= limits.max_pixels and parts == [height * width * 3])
+        rgb = np.empty((height, width, 3), np.uint8)
+        await self._receive(rgb.data.cast("B"))
+        return rgb
+
 
 def _environment() -> dict[str, str]:
     """Where this process looks for modules, and one thread for every library that would start more.
@@ -193,24 +202,16 @@ def _environment() -> dict[str, str]:
     }
 
 
-def message(do: str, source: MediaSource, indices: Sequence[int], limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+def message(
+    do: Mapping[str, Any], source: MediaSource, indices: Sequence[int], limits: Limits
+) -> tuple[dict[str, Any], list[bytes]]:
+    """A job's header and parts.
+
+    do: what is to be done: `{"do": "probe"}`, `{"do": "decode"}` or `{"do": "picture", "index": 3, "first": (64, 48)}`.
+    """
     bounds = dataclasses.asdict(limits)
-    header = {
-        "do": do,
-        "kind": source.kind,
-        "offsets": None if source.offsets is None else [float(offset) for offset in source.offsets],
-        "layouts": None,
-        "limits": {**bounds, "formats": sorted(limits.formats)},
-    }
-    packed = array("q", indices).tobytes()
-    if source.data is not None:
-        return header, [source.data, packed]
-    assert source.frames is not None
-    frames = source.frames
-    raws = [frame if isinstance(frame, RawFrame) else None for frame in frames]
-    layouts = [None if frame is None else [frame.height, frame.width, frame.channels] for frame in raws]
-    files = [frame.data if isinstance(frame, RawFrame) else frame for frame in frames]
-    return {**header, "layouts": layouts}, [*files, packed]
+    header = {**do, "kind": source.kind, "limits": {**bounds, "formats": sorted(limits.formats)}}
+    return header, [source.data, array("q", indices).tobytes()]
 
 
 def _demand(kept: bool) -> None:

@@ -3,8 +3,8 @@
 A serving process never parses a picture or a video itself. It hands the bytes to a worker (`chiasm.media.worker`), and
 whatever happens there, a crash, endless work, memory without end, costs one request and one worker. This module starts
 workers, gives them one job at a time, checks every number they answer with before it allocates anything, and ends them
-when they break, when they are old, or when the caller leaves in the middle of a long job. It knows no format; raw
-frames, in which there is nothing to parse, never reach a worker.
+when they break, when they are old, or when the caller leaves in the middle of a long job. It knows no format. What
+makes a list of single pictures is `chiasm.media.listed`'s.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from chiasm.errors import InvalidRequest, ServerError, StatusError
-from chiasm.media import framing, raw
+from chiasm.media import framing
 from chiasm.media.job import Job
 from chiasm.media.open import check
-from chiasm.media.process import Died, Worker, message
-from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
+from chiasm.media.process import Answer, Died, Worker, message
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Picture, Probed
 
 # A worker is replaced after so many jobs, so that what one file left behind in a library does not live for ever.
 JOBS_PER_WORKER = 200
@@ -46,7 +47,7 @@ class Sandbox:
     def __init__(self, *, workers: int = 1, limits: Limits = _DEFAULTS, jobs_per_worker: int = JOBS_PER_WORKER) -> None:
         assert workers >= 1
         assert jobs_per_worker >= 1
-        self._limits = limits
+        self.limits = limits
         self._jobs_per_worker = jobs_per_worker
         self._turns = asyncio.Semaphore(workers)
         self._idle: list[Worker] = []
@@ -88,10 +89,8 @@ class Sandbox:
             ServerError: MEDIA_UNCONFINED, a worker could not give up what it must and has read nothing.
         """
         try:
-            check(source, self._limits)
-            if (frames := _raw_only(source)) is not None:
-                return _probe_raw(source, frames)
-            async with aclosing(self._run("probe", source, ())) as events:
+            check(source, self.limits)
+            async with aclosing(self._run({"do": "probe"}, source)) as events:
                 async for event in events:
                     assert isinstance(event, Probed)
                     return event
@@ -116,25 +115,61 @@ class Sandbox:
         assert indices[0] >= 0, indices
         assert all(a < b for a, b in itertools.pairwise(indices)), indices
         try:
-            check(source, self._limits)
-            if (frames := _raw_only(source)) is not None:
-                offsets = _probe_raw(source, frames).frame_offsets
-                for index in indices:
-                    rgb = await asyncio.to_thread(raw.to_rgb, frames[index])
-                    yield Frame(index, offsets[index], rgb)
-                yield Decoded(len(indices), False)
-                return
-            async with aclosing(self._run("decode", source, indices)) as events:
+            check(source, self.limits)
+            async with aclosing(self._run({"do": "decode"}, source, indices)) as events:
                 async for event in events:
-                    assert not isinstance(event, Probed)
+                    assert isinstance(event, (Frame, Decoded))
                     yield event
         except StatusError as error:
             raise _at(error, item) from error.__cause__
 
+    async def picture(
+        self,
+        data: bytes,
+        *,
+        index: int,
+        first: tuple[int, int] | None,
+        spent: float = 0.0,
+        item: str | None = None,
+    ) -> Picture:
+        """Frame `index` of a list, opened and decoded by itself. A worker is held for no longer than that.
+
+        Args:
+            first: height and width of the list's first frame, which all others have; None for the first.
+            spent: seconds of processor time that the frames before it took: a list has as much as a file.
+
+        Raises:
+            InvalidRequest, ServerError: as `probe`, and FRAME_LAYOUT for another size than `first`.
+        """
+        source = MediaSource("image", data)
+        left = self.limits.cpu_seconds - spent
+        try:
+            check(source, self.limits)
+            if left <= 0:
+                raise self._time_limit()
+            job = {"do": "picture", "index": index, "first": first}
+            limits = replace(self.limits, cpu_seconds=left)
+            async with aclosing(self._run(job, source, limits=limits, counts=index == 0)) as events:
+                async for event in events:
+                    assert isinstance(event, Picture)
+                    return event
+            raise AssertionError("a job ended without an answer")
+        except StatusError as error:
+            raise _at(error, item) from error.__cause__
+
     async def _run(
-        self, do: str, source: MediaSource, indices: Sequence[int]
-    ) -> AsyncGenerator[Probed | Frame | Decoded, None]:
-        """One job, on a second worker if the first one dies of it. Frames already given are not given again."""
+        self,
+        do: Mapping[str, Any],
+        source: MediaSource,
+        indices: Sequence[int] = (),
+        *,
+        limits: Limits | None = None,
+        counts: bool = True,
+    ) -> AsyncGenerator[Answer, None]:
+        """One job, on a second worker if the first one dies of it. Frames already given are not given again.
+
+        counts: whether it makes its worker older; the pictures of a list do so once.
+        """
         given = 0
         await self._turns.acquire()
         kept = True  # the turn: whoever leaves in the middle leaves it to the job
@@ -142,7 +177,7 @@ class Sandbox:
             for attempt in (1, 2):
                 seen = 0
                 worker = self._worker()
-                job = Job(self._job(worker, do, source, indices))
+                job = Job(self._job(worker, do, source, indices, limits or self.limits))
                 try:
                     async for event in job:
                         if not isinstance(event, Frame):
@@ -155,7 +190,7 @@ class Sandbox:
                     if error.facts.get("cause") == "memory_limit":
                         self._end(worker)  # what it could not get once it may have kept in pieces
                     else:
-                        self._give_back(worker)
+                        self._give_back(worker, counts)
                     raise
                 except (Died, TimeoutError) as error:
                     self._end(worker)
@@ -180,14 +215,14 @@ class Sandbox:
                     leaving.add_done_callback(self._abandoned.discard)
                     raise
                 else:
-                    self._give_back(worker)
+                    self._give_back(worker, counts)
                     yield event
                     return
         finally:
             if kept:
                 self._turns.release()
 
-    async def _abandon(self, worker: Worker, job: Job[Probed | Frame | Decoded]) -> None:
+    async def _abandon(self, worker: Worker, job: Job[Answer]) -> None:
         """The caller has left in the middle of a job. A short one comes to its end, and its process lives on: starting
         another costs more. A longer one is ended with its process."""
         try:
@@ -209,12 +244,12 @@ class Sandbox:
             if not worker.ended.done():
                 return worker
             self._end(worker)
-        worker = Worker(self._limits)
+        worker = Worker(self.limits)
         self._living.add(worker)
         return worker
 
-    def _give_back(self, worker: Worker) -> None:
-        worker.jobs += 1
+    def _give_back(self, worker: Worker, counts: bool = True) -> None:
+        worker.jobs += counts
         if worker.jobs >= self._jobs_per_worker or self._closed:
             self._end(worker)
         else:
@@ -233,7 +268,7 @@ class Sandbox:
         return await asyncio.shield(worker.ended)
 
     def _time_limit(self) -> InvalidRequest:
-        seconds = self._limits.cpu_seconds
+        seconds = self.limits.cpu_seconds
         return InvalidRequest(
             "MEDIA_DECODE_FAILED",
             f"decoding took more than the {seconds:g} s of processor time one medium may use",
@@ -241,51 +276,38 @@ class Sandbox:
         )
 
     async def _job(
-        self, worker: Worker, do: str, source: MediaSource, indices: Sequence[int]
-    ) -> AsyncGenerator[Probed | Frame | Decoded, None]:
+        self, worker: Worker, do: Mapping[str, Any], source: MediaSource, indices: Sequence[int], limits: Limits
+    ) -> AsyncGenerator[Answer, None]:
         """What the worker answers; the last event is the only one that is not a Frame."""
         # The time counts only while the worker is waited for, not while the reader takes its time with a frame.
-        left = self._limits.cpu_seconds * _WALL_FACTOR + _WALL_EXTRA
+        left = limits.cpu_seconds * _WALL_FACTOR + _WALL_EXTRA
         clock = asyncio.get_running_loop().time
         wanted = frozenset(indices)
         started = clock()
         async with asyncio.timeout(left):
-            await worker.send(*message(do, source, indices, self._limits))
+            await worker.send(*message(do, source, indices, limits))
         left -= clock() - started
         last, count = -1, 0
         while True:
             started = clock()
             async with asyncio.timeout(left):
-                event = await worker.answer(self._limits)
+                event = await worker.answer(limits)
             left -= clock() - started
             match event:
                 case Frame():
                     fits = event.index in wanted and event.index > last
                     last, count = event.index, count + 1
                 case Decoded():
-                    fits = do == "decode" and event.frames == count
+                    fits = do["do"] == "decode" and event.frames == count
                 case Probed():
-                    fits = do == "probe"
+                    fits = do["do"] == "probe"
+                case Picture():
+                    fits = do["do"] == "picture" and do["first"] in (None, event.rgb.shape[:2])
             if not fits:
                 raise Died
             yield event
             if not isinstance(event, Frame):
                 return
-
-
-def _raw_only(source: MediaSource) -> list[RawFrame] | None:
-    frames = source.frames or ()
-    raws = [frame for frame in frames if isinstance(frame, RawFrame)]
-    return raws if raws and len(raws) == len(frames) else None
-
-
-def _probe_raw(source: MediaSource, frames: Sequence[RawFrame]) -> Probed:
-    listed = source.kind == "video" and source.offsets is not None
-    offsets = tuple(float(offset) for offset in source.offsets or ()) if listed else (0.0,)
-    tail = offsets[-1] - offsets[-2] if len(offsets) > 1 else 0.0
-    duration = offsets[-1] - offsets[0] + tail
-    first = frames[0]
-    return Probed(source.kind, first.height, first.width, offsets, duration, "raw", listed, len(frames))
 
 
 def _at(error: StatusError, item: str | None) -> StatusError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -32,21 +31,16 @@ class RawFrame:
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """One medium of a request, before anything is known about it.
-
-    Exactly one of `data` (an encoded file) and `frames` (encoded images or raw frames, in order) is set.
+    """One encoded file, before anything is known about it. Lists of frames are `chiasm.media.listed`'s.
 
     Attributes:
         kind: what the request says it is; a file of the other kind is refused.
         mime_type: what the client believes; content decides.
-        offsets: seconds of each of `frames`; required with `frames`, forbidden with `data`.
     """
 
     kind: Kind
-    data: bytes | None = None
+    data: bytes
     mime_type: str | None = None
-    frames: Sequence[bytes | RawFrame] | None = None
-    offsets: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +74,22 @@ class Frame:
     index: int
     offset: float
     rgb: Rgb
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a list, opened and decoded.
+
+    Attributes:
+        found: name of its format.
+        flags: what was altered or is odd, as of `Probed`.
+        seconds: of processor time that it took.
+    """
+
+    rgb: Rgb
+    found: str
+    flags: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

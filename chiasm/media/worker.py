@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -19,8 +20,7 @@ from chiasm.errors import Fact, InvalidRequest
 from chiasm.media import framing
 from chiasm.media.confine import arm, confine, disarm
 from chiasm.media.open import check, check_frames, check_same_size, check_seconds
-from chiasm.media.sniff import Found
-from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Probed, RawFrame
+from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Picture, Probed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,13 +50,17 @@ def _receive(reader: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
 
 def _serve(connection: socket.socket, job: dict[str, Any], parts: list[bytes]) -> None:
     limits = Limits(**{**job["limits"], "formats": frozenset(job["limits"]["formats"])})
-    source, indices = _source(job, parts)
+    data, packed = parts
+    source = MediaSource(job["kind"], data)
     arm(limits.cpu_seconds)
     try:
         if job["do"] == "probe":
             _send_probed(connection, probe(source, limits))
+        elif job["do"] == "picture":
+            first = job["first"] and (job["first"][0], job["first"][1])
+            _send_picture(connection, picture(source, job["index"], first, limits))
         else:
-            for event in decode(source, indices, limits):
+            for event in decode(source, array("q", packed).tolist(), limits):
                 _send(connection, event)
     except InvalidRequest as error:
         _send_error(connection, error.reason, error.message, error.facts)
@@ -80,32 +84,18 @@ _OUT_OF_MEMORY: tuple[str, str, dict[str, Fact]] = (
 _UNREADABLE: tuple[str, str, dict[str, Fact]] = ("MEDIA_DECODE_FAILED", "the medium is damaged", {"cause": "damaged"})
 
 
-def _source(job: dict[str, Any], parts: list[bytes]) -> tuple[MediaSource, list[int]]:
-    *files, packed = parts
-    indices = array("q", packed).tolist()
-    if job["layouts"] is None:
-        return MediaSource(job["kind"], data=files[0]), indices
-    frames = [
-        data if layout is None else RawFrame(data, *layout) for data, layout in zip(files, job["layouts"], strict=True)
-    ]
-    return MediaSource(job["kind"], frames=frames, offsets=job["offsets"]), indices
-
-
 def probe(source: MediaSource, limits: Limits) -> Probed:
     """What the headers say. Raises InvalidRequest, MemoryError, or whatever a parser raises."""
     found = check(source, limits)
-    if source.frames is not None:
-        return _probe_list(source, source.frames, found, limits)
-    assert source.data is not None
     if source.kind == "image":
         from chiasm.media import image
 
-        return image.probe(source.data, found[0].name, limits)
-    if found[0].group == "image":
-        return _probe_animation(source.data, found[0].name, limits)
+        return image.probe(source.data, found.name, limits)
+    if found.group == "image":
+        return _probe_animation(source.data, found.name, limits)
     from chiasm.media import video
 
-    return video.probe(source.data, found[0].name, limits)
+    return video.probe(source.data, found.name, limits)
 
 
 def _probe_animation(data: bytes, found: str, limits: Limits) -> Probed:
@@ -124,87 +114,32 @@ def _probe_animation(data: bytes, found: str, limits: Limits) -> Probed:
     return Probed("video", picture.height, picture.width, offsets, duration, found, True, len(offsets), flags)
 
 
-def _probe_list(
-    source: MediaSource, frames: Sequence[bytes | RawFrame], found: Sequence[Found], limits: Limits
-) -> Probed:
-    first: tuple[int, int] | None = None
-    flags: set[str] = set()
-    for index, (frame, kind) in enumerate(zip(frames, found, strict=True)):
-        if isinstance(frame, RawFrame):
-            size = (frame.height, frame.width)
-        else:
-            from chiasm.media import image
+def picture(source: MediaSource, index: int, first: tuple[int, int] | None, limits: Limits) -> Picture:
+    """Frame `index` of a list, whose first is as large (height, width) as `first` says. Raises as `decode`."""
+    from chiasm.media import image
 
-            try:
-                one = image.probe(frame, kind.name, limits)
-            except InvalidRequest as error:
-                error.facts.setdefault("index", index)
-                raise
-            size = (one.height, one.width)
-            flags.update(one.flags)
-        first = first or size
-        check_same_size(index, first, size)
-    assert first is not None
-    names = sorted({kind.name for kind in found})
-    offsets = tuple(source.offsets) if source.kind == "video" and source.offsets is not None else (0.0,)
-    tail = offsets[-1] - offsets[-2] if len(offsets) > 1 else 0.0
-    duration = offsets[-1] - offsets[0] + tail
-    return Probed(
-        source.kind,
-        *first,
-        offsets,
-        duration,
-        ",".join(names),
-        source.kind == "video",
-        len(frames),
-        tuple(sorted(flags)),
-    )
+    began = time.process_time()
+    found = check(source, limits).name
+    probed = image.probe(source.data, found, limits)
+    size = (probed.height, probed.width)
+    check_same_size(index, first or size, size)
+    rgb, altered = image.decode(source.data, found, limits)
+    return Picture(rgb, found, tuple(sorted({*probed.flags, *altered})), time.process_time() - began)
 
 
 def decode(source: MediaSource, indices: Sequence[int], limits: Limits) -> Iterator[Frame | Decoded]:
     """The wanted frames one by one, then how it ended. Raises InvalidRequest, MemoryError, or what a parser raises."""
     found = check(source, limits)
-    if source.frames is not None:
-        yield from _decode_list(source, source.frames, found, indices, limits)
-    elif source.kind == "image":
+    if source.kind == "image":
         from chiasm.media import image
 
-        assert source.data is not None
-        rgb, flags = image.decode(source.data, found[0].name, limits)
+        rgb, flags = image.decode(source.data, found.name, limits)
         yield Frame(0, 0.0, rgb)
         yield Decoded(1, False, flags)
-    elif found[0].group == "image":
-        assert source.data is not None
-        yield from _decode_animation(source.data, found[0].name, indices, limits)
+    elif found.group == "image":
+        yield from _decode_animation(source.data, found.name, indices, limits)
     else:
-        assert source.data is not None
-        yield from _decode_video(source.data, found[0].name, indices, limits)
-
-
-def _decode_list(
-    source: MediaSource,
-    frames: Sequence[bytes | RawFrame],
-    found: Sequence[Found],
-    indices: Sequence[int],
-    limits: Limits,
-) -> Iterator[Frame | Decoded]:
-    from chiasm.media import image, raw
-
-    offsets = _probe_list(source, frames, found, limits).frame_offsets
-    flags: set[str] = set()
-    for index in indices:
-        frame = frames[index]
-        if isinstance(frame, RawFrame):
-            rgb = raw.to_rgb(frame)
-        else:
-            try:
-                rgb, altered = image.decode(frame, found[index].name, limits)
-            except InvalidRequest as error:
-                error.facts.setdefault("index", index)
-                raise
-            flags.update(altered)
-        yield Frame(index, offsets[index], rgb)
-    yield Decoded(len(indices), False, tuple(sorted(flags)))
+        yield from _decode_video(source.data, found.name, indices, limits)
 
 
 def _decode_animation(data: bytes, found: str, indices: Sequence[int], limits: Limits) -> Iterator[Frame | Decoded]:
@@ -270,6 +205,20 @@ def _send(connection: socket.socket, event: Frame | Decoded) -> None:
     header = {"is": "frame", "index": event.index, "offset": event.offset, "height": height, "width": width}
     connection.sendall(framing.pack(header, [event.rgb.nbytes]))
     connection.sendall(event.rgb.data.cast("B"))
+
+
+def _send_picture(connection: socket.socket, picture: Picture) -> None:
+    height, width, _ = picture.rgb.shape
+    header = {
+        "is": "picture",
+        "height": height,
+        "width": width,
+        "found": picture.found,
+        "flags": picture.flags,
+        "seconds": picture.seconds,
+    }
+    connection.sendall(framing.pack(header, [picture.rgb.nbytes]))
+    connection.sendall(picture.rgb.data.cast("B"))
 
 
 def _send_error(connection: socket.socket, reason: str, message: str, facts: dict[str, Fact]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from chiasm.errors import Overloaded
@@ -75,6 +75,10 @@ class Turns:
         del self._since[turn]
         self.running += 1
 
+    def _step_aside(self, turn: Turn) -> None:
+        self._finish()
+        self._since[turn] = self._clock()
+
     def _finish(self) -> None:
         self.running -= 1
         if self._places is not None:
@@ -89,9 +93,19 @@ class Turn:
         self._running = False
 
     async def begin(self) -> None:
-        """Waits until the call may run. Once."""
+        """Waits until the call may run."""
         await self._turns._begin(self)
         self._running = True
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Leaves its place to others while the block waits for the caller, and waits for its turn again behind it."""
+        running, self._running = self._running, False
+        if running:
+            self._turns._step_aside(self)
+        yield
+        if running:
+            await self.begin()
 
     def finish(self) -> None:
         """The call has done its work, even if it goes on waiting for its caller. May be called twice."""

@@ -152,12 +152,16 @@ class Halves:
         height, width, _ = frames[0].shape
         plan = MediumPlan("video", len(frames), height, width, (SIDE, SIDE), tokens, upscaled=False)
         announcing = Announcing(self.encoder, plan, root=ROOT, seconds=30)
-        for number, frame in enumerate(frames):
-            announcing.start(number, frame)
-        return [
-            dpb.DecodeReady(slot=slot, unit=ready.unit, entry=ready.entry)
-            async for ready in announcing.ready(every=True)
-        ]
+
+        async def feed() -> None:
+            for number, frame in enumerate(frames):
+                await announcing.start(number, frame)
+            await announcing.end()
+
+        feeding = asyncio.create_task(feed())
+        told = [dpb.DecodeReady(slot=slot, unit=ready.unit, entry=ready.entry) async for ready in announcing.ready()]
+        await feeding
+        return told
 
     def decode(self, *messages: Message) -> AsyncGenerator[dpb.DecodeResponse, None]:
         """A call that sends these messages at once and then nothing more; it ends its side once it is answered."""

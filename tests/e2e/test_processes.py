@@ -27,6 +27,7 @@ from chiasm.client import Content
 from chiasm.models.registry import open_model
 from tests import digits
 from tests.e2e.test_digits import drawn
+from tests.e2e.test_streaming import Sender, numbers
 from tests.processes import Trio, trio
 from tests.waiting import until
 
@@ -218,6 +219,35 @@ async def test_encoders_killed_under_load_lose_no_answer(served: Trio) -> None:
         await asyncio.gather(*asking)
     assert len(wrong) <= answered * 0.05, wrong
     await served.settled(seconds=45)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_frames_are_encoded_as_they_are_sent_and_an_encoder_killed_meanwhile_is_replaced(
+    served: Trio, killed: bool
+) -> None:
+    pictures, expected = numbers(6, 43 + killed)
+    async with AsyncClient(served.target) as client:
+        sender = Sender(await client._link.transport(), pictures)
+        handle = Handle(sender.medium.handle, "video", listed=True)
+        before = encoded(served)
+        asking = asyncio.create_task(client.generate("digits", [handle, QUESTION]))
+        sender.send(3)
+        await until(lambda: encoded(served) == before + 3)
+        if killed:
+            await asyncio.to_thread(served.encoder.kill)
+            served.encoder.start()
+        await sender.rest(0.05)
+        answer = await asking
+    assert answer.text == expected
+    if killed:
+        await asyncio.to_thread(served.encoder.wait_for, "ready")
+        assert encoded(served) == 3, "what was announced is not encoded again"
+    await served.settled(seconds=45)
+
+
+def encoded(served: Trio) -> float:
+    """Units that the encoder made since it was started."""
+    return served.encoder.counted()["chiasm_encoder_units_total:encoded"]
 
 
 async def test_entries_outlive_the_encoder_that_made_them(served: Trio) -> None:

@@ -34,10 +34,12 @@ class Call:
         *,
         credit: int = 1 << 20,
         kind: int = pb.MEDIA_KIND_VIDEO,
+        frames: pb.FrameList | None = None,
         sandbox: Sandbox | None = None,
+        servicer: EncoderServicer | None = None,
     ) -> None:
         self.service = service
-        self.servicer = EncoderServicer(
+        self.servicer = servicer or EncoderServicer(
             service.encoder, sandbox or service.sandbox, name="digits", family="moss_vl", limits=Limits()
         )
         self.requests: asyncio.Queue[epb.EncodeRequest | None] = asyncio.Queue()
@@ -48,7 +50,7 @@ class Call:
             model="digits",
             fingerprint=service.encoder.identity_digest,
             tenant_root=bytes(32),
-            media=pb.MediaHeader(kind=kind),  # type: ignore[arg-type]
+            media=pb.MediaHeader(kind=kind, frames=frames),  # type: ignore[arg-type]
             initial_credit=credit,
         )
         self.send(open=opened)

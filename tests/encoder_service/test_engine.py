@@ -31,7 +31,7 @@ from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan, Trunk
 from chiasm.models.registry import Model, find
 from encoder_service.bounds import MAX_ELEMENTS, Bounds
-from encoder_service.engine import EncoderEngine
+from encoder_service.engine import Announced, EncoderEngine
 from tests.waiting import until
 
 ROOT = bytes(32)
@@ -77,6 +77,13 @@ async def engine(
         yield made
     finally:
         await made.close()
+
+
+async def ahead(engine: EncoderEngine, model: Model) -> asyncio.Task[Announced]:
+    """A unit whose pass has begun, while the device thread is held: all that comes behind it waits in the queue."""
+    first = asyncio.create_task(engine.announce(frame(99), plan(model), root=ROOT, lease=Lease.of(1)))
+    await until(lambda: bool(engine.counts.batches))
+    return first
 
 
 @contextmanager
@@ -169,37 +176,40 @@ async def test_a_unit_that_nobody_waits_for_any_more_is_not_encoded(model: Model
 async def test_a_pass_takes_no_more_patches_than_allowed(model: Model) -> None:
     async with engine(model, max_patches=64) as e:
         with held(e):
+            before = await ahead(e, model)
             sizes = [(64, 64)] * 5 + [(128, 128)]
             tasks = [
                 asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
                 for i, size in enumerate(sizes)
             ]
-            await until(lambda: e.in_flight == len(sizes))
-        await asyncio.gather(*tasks)
-        assert sum(e.counts.batches) == 6
+            await until(lambda: e.in_flight == 1 + len(sizes))
+        await asyncio.gather(before, *tasks)
+        assert sum(e.counts.batches) == 7
         assert max(e.counts.batches) == 4, "16 patches a small unit; the large one has 64 and is a pass of its own"
 
 
 async def test_a_pass_takes_no_more_units_than_allowed(model: Model) -> None:
     async with engine(model, max_units=3) as e:
         with held(e):
+            before = await ahead(e, model)
             tasks = [
                 asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(1))) for i in range(8)
             ]
-            await until(lambda: e.in_flight == 8)
-        await asyncio.gather(*tasks)
-        assert sum(e.counts.batches) == 8 and max(e.counts.batches) == 3
+            await until(lambda: e.in_flight == 9)
+        await asyncio.gather(before, *tasks)
+        assert sum(e.counts.batches) == 9 and max(e.counts.batches) == 3
 
 
 async def test_no_tensor_of_a_pass_has_more_elements_than_can_be_indexed(model: Model) -> None:
     of_unit = model.encoder(dtype=torch.float32).largest_tensor(16, 1)
     async with engine(model, max_elements=2 * of_unit + 1) as e:
         with held(e):
+            before = await ahead(e, model)
             tasks = [
                 asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(1))) for i in range(6)
             ]
-            await until(lambda: e.in_flight == 6)
-        await asyncio.gather(*tasks)
+            await until(lambda: e.in_flight == 7)
+        await asyncio.gather(before, *tasks)
         assert max(e.counts.batches) == 2
 
 

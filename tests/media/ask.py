@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from chiasm.errors import InvalidRequest
+from chiasm.media.listed import Listed
 from chiasm.media.sandbox import Sandbox
-from chiasm.media.types import Decoded, Frame, Kind, Limits, MediaSource, RawFrame, Rgb
+from chiasm.media.types import Decoded, Frame, Kind, Limits, MediaSource, Probed, RawFrame, Rgb
 
 ITEM = "messages[0].content[2]"
 
@@ -35,13 +37,16 @@ async def picture(sandbox: Sandbox, data: bytes) -> Rgb:
     return frame.rgb
 
 
-async def refusal(sandbox: Sandbox, source: MediaSource | bytes, kind: Kind = "image") -> InvalidRequest:
+async def refusal(sandbox: Sandbox, source: MediaSource | FrameList | bytes, kind: Kind = "image") -> InvalidRequest:
     """The error that opening ends with, whether the header shows the fault or only decoding does."""
     if isinstance(source, bytes):
         source = MediaSource(kind, data=source)
     with pytest.raises(InvalidRequest) as caught:
-        probed = await sandbox.probe(source, item=ITEM)
-        await frames(sandbox, source, range(len(probed.frame_offsets)))
+        if isinstance(source, FrameList):
+            await opened(sandbox, source)
+        else:
+            probed = await sandbox.probe(source, item=ITEM)
+            await frames(sandbox, source, range(len(probed.frame_offsets)))
     error = caught.value
     assert error.code == "INVALID_ARGUMENT"
     assert error.item == ITEM
@@ -54,8 +59,30 @@ async def refusal(sandbox: Sandbox, source: MediaSource | bytes, kind: Kind = "i
     return error
 
 
-def listed(parts: Sequence[bytes | RawFrame], offsets: Sequence[float] | None, kind: Kind = "video") -> MediaSource:
-    return MediaSource(kind, frames=parts, offsets=offsets)
+@dataclass(frozen=True)
+class FrameList:
+    """Frames of a list that have all come."""
+
+    parts: Sequence[bytes | RawFrame]
+    offsets: Sequence[float] | None
+    kind: Kind
+
+
+def listed(parts: Sequence[bytes | RawFrame], offsets: Sequence[float] | None, kind: Kind = "video") -> FrameList:
+    return FrameList(parts, offsets, kind)
+
+
+async def opened(sandbox: Sandbox, source: FrameList) -> tuple[list[Frame], Probed]:
+    """All frames of a list, and what it was found to be; what its first frame said of it was no less true."""
+    listed = Listed(sandbox, source.kind, len(source.parts), source.offsets, item=ITEM)
+    first = await listed.probe(source.parts[0])
+    shown = [await listed.open(part) for part in source.parts]
+    assert listed.decoded == Decoded(len(source.parts), False)
+    probed = listed.probed
+    assert (first.kind, first.height, first.width) == (probed.kind, probed.height, probed.width)
+    assert (first.frame_offsets, first.duration) == (probed.frame_offsets, probed.duration)
+    assert set(first.flags) <= set(probed.flags) and first.found in probed.found
+    return shown, probed
 
 
 def forget_peak() -> int:

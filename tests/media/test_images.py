@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import MediaSource, RawFrame
 from tests.media import make
-from tests.media.ask import DEFAULT, forget_peak, frames, listed, peak_kib, picture, refusal
+from tests.media.ask import DEFAULT, forget_peak, frames, listed, opened, peak_kib, picture, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -263,7 +263,7 @@ async def test_b26_grey_alpha_is_composited_too(sandbox: Sandbox) -> None:
 async def test_b26_files_and_raw_frames_composite_alike(sandbox: Sandbox) -> None:
     colour, alpha = np.meshgrid(np.arange(256), np.arange(256))
     rgba = np.stack([colour, colour, colour, alpha], axis=2).astype(np.uint8)
-    (frame,), _ = await frames(sandbox, listed([RawFrame(rgba.tobytes(), 256, 256, 4)], None, "image"))
+    (frame,), _ = await opened(sandbox, listed([RawFrame(rgba.tobytes(), 256, 256, 4)], None, "image"))
     assert np.array_equal(frame.rgb, await picture(sandbox, make.save(Image.fromarray(rgba, "RGBA"))))
 
 

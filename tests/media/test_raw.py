@@ -10,7 +10,7 @@ import pytest
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import RawFrame
 from tests.media import make
-from tests.media.ask import DEFAULT, frames, listed, refusal
+from tests.media.ask import DEFAULT, listed, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -29,16 +29,16 @@ async def test_b48_bytes_must_be_height_times_width_times_channels(sandbox: Sand
 async def test_b49_layout_is_told_and_never_guessed(sandbox: Sandbox) -> None:
     """A 3-pixel-high grey frame and a frame of 3 channels have equal bytes; what was said decides."""
     data = bytes(range(36))
-    (grey,), _ = await frames(sandbox, listed([RawFrame(data, 3, 12, 1)], None, "image"))
-    (colour,), _ = await frames(sandbox, listed([RawFrame(data, 3, 4, 3)], None, "image"))
+    (grey,), _ = await opened(sandbox, listed([RawFrame(data, 3, 12, 1)], None, "image"))
+    (colour,), _ = await opened(sandbox, listed([RawFrame(data, 3, 4, 3)], None, "image"))
     assert np.array_equal(grey.rgb[:, :, 0], np.frombuffer(data, np.uint8).reshape(3, 12))
     assert np.array_equal(colour.rgb, np.frombuffer(data, np.uint8).reshape(3, 4, 3))
 
 
 async def test_b50_one_three_and_four_channels(sandbox: Sandbox) -> None:
-    (grey,), _ = await frames(sandbox, listed([RawFrame(b"\x05\x07", 1, 2, 1)], None, "image"))
+    (grey,), _ = await opened(sandbox, listed([RawFrame(b"\x05\x07", 1, 2, 1)], None, "image"))
     assert grey.rgb.tolist() == [[[5] * 3, [7] * 3]]
-    (rgba,), _ = await frames(sandbox, listed([RawFrame(bytes([10, 20, 30, 0, 200, 100, 50, 128]), 1, 2, 4)], (0.0,)))
+    (rgba,), _ = await opened(sandbox, listed([RawFrame(bytes([10, 20, 30, 0, 200, 100, 50, 128]), 1, 2, 4)], (0.0,)))
     assert rgba.rgb.tolist() == [[[255, 255, 255], [227, 177, 152]]]
     assert rgba.rgb.flags.writeable
     assert grey.rgb.flags.writeable
@@ -78,7 +78,7 @@ async def test_b54_frames_of_different_sizes_are_refused(sandbox: Sandbox) -> No
 
 async def test_b54_sizes_are_compared_as_shown(sandbox: Sandbox) -> None:
     turned = make.save(make.scene(6, 4), exif=make.exif(6))
-    probed = await sandbox.probe(listed([make.save(make.scene(4, 6)), turned], (0.0, 1.0)))
+    _, probed = await opened(sandbox, listed([make.save(make.scene(4, 6)), turned], (0.0, 1.0)))
     assert (probed.height, probed.width, probed.flags) == (4, 6, ("orientation_applied",))
 
 
@@ -91,16 +91,15 @@ async def test_b55_an_empty_list_has_no_frames(sandbox: Sandbox, kind: str) -> N
 async def test_encoded_and_raw_frames_come_with_the_times_given(sandbox: Sandbox) -> None:
     parts: list[bytes | RawFrame] = [make.save(make.scene(4, 6)), raw(), make.save(make.scene(4, 6, 9), "BMP")]
     source = listed(parts, (0.5, 0.75, 2.0))
-    probed = await sandbox.probe(source)
+    shown, probed = await opened(sandbox, source)
     assert (probed.kind, probed.frame_offsets, probed.duration) == ("video", (0.5, 0.75, 2.0), 2.75)
-    shown, ending = await frames(sandbox, source, (0, 1, 2))
+    assert (probed.found, probed.frames_in_file, probed.animated) == ("BMP,PNG,raw", 3, True)
     assert [(frame.index, frame.offset) for frame in shown] == [(0, 0.5), (1, 0.75), (2, 2.0)]
     assert np.array_equal(shown[0].rgb, make.scene(4, 6))
     assert shown[1].rgb.tobytes() == raw().data
     assert np.array_equal(shown[2].rgb, make.scene(4, 6, 9))
-    assert ending.frames == 3
-    only_raw = await frames(sandbox, listed([raw(), raw()], (3.0, 4.0)), (1,))
-    assert (only_raw[0][0].index, only_raw[0][0].offset) == (1, 4.0)
+    only_raw, _ = await opened(sandbox, listed([raw(), raw()], (3.0, 4.0)))
+    assert (only_raw[1].index, only_raw[1].offset) == (1, 4.0)
 
 
 async def test_a_broken_picture_in_a_list_is_named(sandbox: Sandbox) -> None:

@@ -19,10 +19,11 @@ import pytest
 
 from chiasm.errors import InvalidRequest, ServerError
 from chiasm.media import confine, framing
+from chiasm.media.listed import Listed
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource
 from tests.media import make
-from tests.media.ask import frames, refusal
+from tests.media.ask import frames, listed, opened, refusal
 from tests.waiting import alive, gone
 
 _ROOT = Path(__file__).parents[2]
@@ -107,6 +108,34 @@ async def test_b16_processor_time_is_limited_for_each_medium() -> None:
         # The time is a job's own: many short ones after another are none the worse for their sum.
         for _ in range(5):
             assert (await frames(sandbox, PICTURE))[1].frames == 1
+
+
+async def test_b16_the_pictures_of_a_list_have_the_processor_time_of_one_file() -> None:
+    async with Sandbox(limits=Limits(cpu_seconds=1.5)) as sandbox:
+        one = make.slow_jpeg(scans=200)
+        assert (await refusal(sandbox, listed([one] * 40, range(40)))).facts["cause"] == "time_limit"
+        assert (await opened(sandbox, listed([one], None, "image")))[0], "each alone has time enough"
+
+
+async def test_the_pictures_of_a_list_make_their_worker_older_by_one_job() -> None:
+    async with Sandbox(jobs_per_worker=4) as sandbox:
+        await sandbox.probe(PICTURE)
+        before = sandbox.pids
+        await opened(sandbox, listed([make.save(make.scene())] * 10, range(10)))
+        assert sandbox.pids == before, "it was probed and opened: two jobs"
+        await sandbox.probe(PICTURE)
+        assert sandbox.pids == frozenset()
+
+
+async def test_a_list_that_waits_for_its_next_picture_holds_no_worker() -> None:
+    async with Sandbox() as sandbox:
+        waiting = Listed(sandbox, "video", 2, (0.0, 1.0))
+        picture = make.save(make.scene())
+        await waiting.probe(picture)
+        await waiting.open(picture)
+        assert (await frames(sandbox, PICTURE))[1].frames == 1
+        await waiting.open(picture)
+        assert len(sandbox.pids) == 1
 
 
 async def test_b86_waiting_for_the_reader_is_not_processor_time() -> None:

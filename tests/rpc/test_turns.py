@@ -80,3 +80,43 @@ async def test_a_call_that_fails_gives_its_turn_back() -> None:
             await turn.begin()
             raise ZeroDivisionError
     assert (turns.running, turns.waiting) == (0, 0)
+
+
+async def test_a_call_that_waits_for_its_caller_leaves_its_place_to_others() -> None:
+    turns = Turns(max_waiting=8, max_running=1)
+    came, order = asyncio.Event(), []
+
+    async def slow() -> None:
+        with turns.enter() as turn:
+            await turn.begin()
+            async with turn.aside():
+                await came.wait()
+            order.append("slow")
+            turn.finish()
+
+    async def quick() -> None:
+        with turns.enter() as turn:
+            await turn.begin()
+            order.append("quick")
+            assert (turns.running, turns.waiting) == (1, 1)
+
+    waiting = asyncio.create_task(slow())
+    await settle()
+    assert (turns.running, turns.waiting) == (0, 1)
+    await quick()
+    came.set()
+    await waiting
+    assert (order, turns.running, turns.waiting) == (["quick", "slow"], 0, 0)
+
+
+async def test_a_call_that_leaves_while_it_stood_aside_leaves_nothing() -> None:
+    turns = Turns(max_waiting=8, max_running=1)
+    with pytest.raises(KeyError), turns.enter() as turn:
+        await turn.begin()
+        async with turn.aside():
+            raise KeyError
+    assert (turns.running, turns.waiting) == (0, 0)
+    with turns.enter() as turn:
+        async with turn.aside():
+            assert (turns.running, turns.waiting) == (0, 1), "one that has not begun waits as it did"
+        assert turns.running == 0

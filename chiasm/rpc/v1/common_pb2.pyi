@@ -613,22 +613,28 @@ class MediaChunk(_message.Message):
     FRAME_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    ENDS_FRAME_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """Names the frame of the list, from 0. Always 0 for a file."""
     data: _builtins.bytes
     """Holds the bytes. At most 1 MiB."""
     last: _builtins.bool
     """Is true on the last piece of the whole medium, which may be empty."""
+    ends_frame: _builtins.bool
+    """Is true on the last piece of a frame, which may be empty, so that nobody waits for the next one to know. Default: a
+    frame ends where a later one begins, or with the medium.
+    """
     def __init__(
         self,
         *,
         frame: _builtins.int = ...,
         data: _builtins.bytes = ...,
         last: _builtins.bool = ...,
+        ends_frame: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "frame", b"frame", "last", b"last"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "ends_frame", b"ends_frame", "frame", b"frame", "last", b"last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
