@@ -22,6 +22,7 @@ from encoder_service.bounds import MAX_UNITS
 from encoder_service.servicer import EncoderServicer
 from tests import digits
 from tests.asking import ask, question, running, video
+from tests.e2e.test_requests import settled
 from tests.waiting import until
 
 
@@ -272,3 +273,4 @@ async def test_a_calls_tenant_and_priority_decide_when_its_units_are_encoded(mon
                 pass
             await call.responses.aclose()
         assert [(one.tenant, one.priority) for one in shares] == [(owner(bytes(32)), 0), (b"somebody", 3)]
+        await settled(service)
