@@ -132,9 +132,10 @@ def seal(contract: Contract, payload: Tensor, secret: bytes) -> Sealed:
     Raises ServerError NONFINITE if the payload holds NaN or infinity: such an entry is never published.
     """
     assert tuple(payload.shape) == contract.shape and payload.dtype == contract.dtype, (payload.shape, contract)
-    if not finite(payload):
+    whole = payload.detach().contiguous()
+    if not finite(whole):
         raise ServerError("NONFINITE", "the encoder produced a value that is not finite")
-    flat = payload.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    flat = whole.cpu().reshape(-1).view(torch.uint8)
     data = flat.numpy().data
     packed = contract.pack()
     return Sealed(packed, data, _tag(secret, packed, data))

@@ -57,6 +57,8 @@ class VisionAttention(nn.Module):
         for at in range(0, period, rows):
             here = slice(at, at + rows)
             cos, sin = cos_p1d[here], sin_p1d[here]
+            if frames > 1:  # used so often that a table for every head, which is read in one go, is soon paid for
+                cos, sin = (table.expand(qk[0].shape).contiguous() for table in (cos, sin))
             for some, out in zip(qk.split(frames), rotated.split(frames), strict=True):
                 out[:, here] = rotate(some[:, here].to(self._wide), cos, sin)
         return rotated.flatten(0, 1)

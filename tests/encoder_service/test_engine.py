@@ -25,11 +25,13 @@ from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import Region
 from chiasm.cache.sealed import EntryKey, Sealed
-from chiasm.cache.store import NOBODY, EntryStore, Lease
+from chiasm.cache.store import NOBODY, EntryStore, Lease, full
+from chiasm.cache.tenant import owner as owner_of
 from chiasm.errors import InvalidRequest, Overloaded, ServerError, Unavailable
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan, Trunk
 from chiasm.models.registry import Model, find
+from encoder_service.batcher import Share
 from encoder_service.bounds import MAX_ELEMENTS, Bounds
 from encoder_service.engine import Announced, EncoderEngine
 from tests.waiting import until
@@ -427,3 +429,54 @@ async def test_pins_follow_who_comes_and_who_leaves_while_an_entry_is_put(model:
         assert store.stats().pinned_bytes > 0, "who joined has a pin"
         await store.release(announced.contract.key, second.id)
         assert store.stats().pinned_bytes == 0, "who left has none"
+
+
+@pytest.mark.parametrize("same_tenant", [True, False])
+async def test_a_picture_is_told_after_a_pass_or_two_whatever_a_video_has_queued(
+    model: Model, same_tenant: bool
+) -> None:
+    async with engine(model, max_units=4) as e:
+        told: list[str] = []
+
+        async def announce(name: str, seed: int, share: Share) -> None:
+            await e.announce(frame(seed), plan(model), root=ROOT, lease=Lease.of(60), share=share)
+            told.append(name)
+
+        video = e.share(ROOT)
+        picture = e.share(ROOT) if same_tenant else e.share(ROOT, key=b"another")
+        with held(e):
+            tasks = [asyncio.create_task(announce("frame", seed, video)) for seed in range(60)]
+            await until(lambda: e.in_flight == 60)
+            tasks.append(asyncio.create_task(announce("picture", 60, picture)))
+            await until(lambda: e.in_flight == 61)
+        await asyncio.gather(*tasks)
+        assert told.index("picture") < 8, "the pass that had begun, and the one it is in"
+
+
+async def test_a_tenant_whose_entries_find_no_room_keeps_nobody_else_from_the_model(model: Model) -> None:
+    class OneTenantsFull(MemoryStore):
+        async def put(
+            self,
+            sealed: Sealed,
+            key: EntryKey,
+            *,
+            lease: Lease | None = None,
+            owner: bytes = NOBODY,
+            shared: bool = False,
+        ) -> Place:
+            if owner == owner_of(ROOT) and not room.is_set():
+                raise full(1, 2)
+            return await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
+
+    room, other = asyncio.Event(), bytes([1]) * 32
+    async with engine(model, max_units=2, store=OneTenantsFull(1 << 24)) as e:
+        stuck = [
+            asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(60))) for i in range(10)
+        ]
+        await until(lambda: bool(e.counts.batches))
+        for i in range(6):
+            await e.announce(frame(i), plan(model), root=other, lease=Lease.of(60))
+        assert not any(task.done() for task in stuck)
+        assert sum(e.counts.batches) < 6 + 10, "no more of it is encoded than has room to wait"
+        room.set()
+        await asyncio.gather(*stuck)

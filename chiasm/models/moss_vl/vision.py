@@ -45,7 +45,8 @@ class JointMerger(nn.Module):
 
     def forward(self, levels_pc: Sequence[Tensor]) -> Tensor:
         """The last block's output, then the taps by ascending block, each (P, C), to (M, E)."""
-        joined = torch.cat([norm(x) for norm, x in zip(self.norms, levels_pc, strict=True)], dim=-1)
+        normed = [norm(x) for norm, x in zip(self.norms, levels_pc, strict=True)]
+        joined = normed[0] if len(normed) == 1 else torch.cat(normed, dim=-1)
         inner = linear_gelu(self.linear_fc1, joined.view(-1, self.width), approximate="none")
         out: Tensor = self.linear_fc2(inner)
         return out
