@@ -7,9 +7,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from types import TracebackType
 from typing import NamedTuple
 
 from chiasm.cache import wire
+from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import Lease
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -27,7 +29,7 @@ class _Flying(NamedTuple):
 
 
 class Announcing:
-    """Announces the units of one medium.
+    """Announces the units of one medium, as a block. One that fails gives up what is on its way, and every pin.
 
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
@@ -35,6 +37,7 @@ class Announcing:
 
     Attributes:
         cached: units told so far that were in the store already.
+        keys: of the entries of the units told so far.
     """
 
     def __init__(
@@ -46,8 +49,18 @@ class Announcing:
         self._seconds = seconds
         self._afresh = afresh
         self._flying: deque[_Flying] = deque()
-        self._told: list[tuple[bytes, bytes]] = []  # key and lease of each entry told
+        self._told: list[tuple[EntryKey, bytes]] = []  # key and lease of each entry told
         self.cached = 0
+        self.keys: dict[int, EntryKey] = {}
+
+    async def __aenter__(self) -> Announcing:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            await self._abandon()
 
     def start(self, number: int, frame: Rgb) -> None:
         """Sends a decoded frame, unit `number` of its medium, on its way."""
@@ -61,14 +74,24 @@ class Announcing:
             number, lease, task = self._flying[0]
             announced = await task
             self._flying.popleft()
-            self.cached += announced.cached
-            self._told.append((announced.contract.key, lease.id))
-            entry = wire.announce(announced.contract, announced.place)
-            entry.lease.lease_id = lease.id
-            entry.lease.expire_time.FromNanoseconds(int((time.time() + lease.seconds) * 1e9))
-            yield epb.EncodeReady(unit=number, entry=entry, cached=announced.cached)
+            yield self._tell(number, announced, lease)
 
-    async def abandon(self) -> None:
+    async def find(self, number: int, key: EntryKey) -> epb.EncodeReady | None:
+        """Tells unit `number`, whose entry has that key, if it is in the store."""
+        lease = Lease.of(self._seconds)
+        announced = await self._engine.find(key, self._plan, lease=lease)
+        return None if announced is None else self._tell(number, announced, lease)
+
+    def _tell(self, number: int, announced: Announced, lease: Lease) -> epb.EncodeReady:
+        self.cached += announced.cached
+        self.keys[number] = announced.contract.key
+        self._told.append((announced.contract.key, lease.id))
+        entry = wire.announce(announced.contract, announced.place)
+        entry.lease.lease_id = lease.id
+        entry.lease.expire_time.FromNanoseconds(int((time.time() + lease.seconds) * 1e9))
+        return epb.EncodeReady(unit=number, entry=entry, cached=announced.cached)
+
+    async def _abandon(self) -> None:
         """The caller has left before the end: nothing more is encoded for it, and no pin of it is kept."""
         for flying in self._flying:
             flying.task.cancel()

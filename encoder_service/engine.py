@@ -89,7 +89,7 @@ class EncoderEngine:
         self.counts = EngineCounts()
         self.half = half
         self.store = store
-        self._secret = workers_secret
+        self.workers_secret = workers_secret
         self.max_patches = max_patches
         self._attention = TorchVarlen()
         self._flying: dict[EntryKey, _Flight] = {}
@@ -124,10 +124,9 @@ class EncoderEngine:
         contract = self._contract(key, plan)
         try:
             if key not in self._flying and not afresh:
-                pinned = await self.store.pin(key, lease)
-                if pinned is not None and Contract.unpack(pinned.header) == contract:
-                    self.counts.cached_units += 1
-                    return Announced(contract, pinned.place, cached=True)
+                found = await self.find(key, plan, lease=lease)
+                if found is not None:
+                    return found
             flight = self._flying.get(key)  # another caller may have come while the store was asked
             if flight is None:
                 flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))
@@ -137,6 +136,19 @@ class EncoderEngine:
         except BaseException:
             await self.store.release(key, lease.id)  # the caller will never be told of it
             raise
+
+    async def find(self, key: EntryKey, plan: MediumPlan, *, lease: Lease) -> Announced | None:
+        """An entry that is in the store already, pinned while `lease` lasts. None, and nothing is pinned, if there is
+        none under that key, or another than this engine makes."""
+        contract = self._contract(key, plan)
+        pinned = await self.store.pin(key, lease)
+        if pinned is None:
+            return None
+        if Contract.unpack(pinned.header) != contract:
+            await self.store.release(key, lease.id)
+            return None
+        self.counts.cached_units += 1
+        return Announced(contract, pinned.place, cached=True)
 
     def _begin(self, flight: _Flight) -> _Flight:
         self._flying[flight.key] = flight
@@ -257,7 +269,7 @@ class EncoderEngine:
         entries = self.half.encode([flight.pixels for flight in batch], self._attention)
         for flight, entry in zip(batch, entries, strict=True):
             try:
-                secret = tag_secret(self._secret, flight.root)
+                secret = tag_secret(self.workers_secret, flight.root)
                 results.append(seal(self._contract(flight.key, flight.plan), entry.contiguous(), secret))
             except Exception as error:
                 results.append(error)

@@ -71,6 +71,10 @@ class Inbox:
                 raise self._error or _protocol("the caller ended before it gave the credit that is needed")
             self._credit -= count
 
+    def give_back(self, count: int) -> None:
+        """Takes back a `spend`: nothing came of it."""
+        self._credit += count
+
     async def ended(self) -> None:
         """Waits until the caller has ended its side: it needs nothing more, and every entry announced is attached.
 

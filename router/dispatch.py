@@ -42,20 +42,24 @@ class Dispatch:
 
     Args:
         opened: what it begins with.
-        source: the bytes that follow. Nothing else need be sent before the last of them: an encoder tells what a medium
-            is when it has all of it.
+        source: the bytes that follow: at once, or where `opened` names their digest when the encoder wants them, as it
+            may do late or never. Nothing else need be sent while they come: who waits for them can tell nothing new.
 
     Attributes:
         pinned: bytes of each entry that this call announced and that is not attached yet.
         ended: the encoder has announced everything.
+        sending: the bytes are sent, or will be.
     """
 
     def __init__(self, opened: epb.EncodeOpen, source: Source) -> None:
         self._opened = opened
         self._source = source
-        self._outbox: Outbox[epb.EncodeRequest] = Outbox()
+        self._outbox: Outbox[epb.EncodeRequest | Source] = Outbox()
         self.pinned: dict[int, int] = {}
         self.ended = False
+        self.sending = False
+        if not opened.HasField("file_digest"):
+            self._send()
 
     def siblings(self, siblings: epb.EncodeSiblings) -> None:
         self._outbox.put(epb.EncodeRequest(siblings=siblings))
@@ -89,7 +93,9 @@ class Dispatch:
             async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
                 async for response in responses:
                     which = response.WhichOneof("message")
-                    if which == "ready":
+                    if which == "probed" and response.probed.bytes_wanted and not self.sending:
+                        self._send()
+                    elif which == "ready":
                         self.pinned[response.ready.unit] = response.ready.entry.byte_length
                     elif which == "failed":
                         raise from_status(Status.FromString(response.failed.status))
@@ -98,13 +104,19 @@ class Dispatch:
                         self.ended = True
                         self._settle()
 
+    def _send(self) -> None:
+        self.sending = True
+        self._outbox.put(self._source)
+
     def _settle(self) -> None:
         if not self.pinned:
             self._outbox.end()
 
     async def _requests(self) -> AsyncIterator[epb.EncodeRequest]:
         yield epb.EncodeRequest(open=self._opened)
-        async for chunk in self._source.chunks():
-            yield epb.EncodeRequest(chunk=chunk)
         async for message in self._outbox.messages():
-            yield message
+            if isinstance(message, epb.EncodeRequest):
+                yield message
+            else:
+                async for chunk in message.chunks():
+                    yield epb.EncodeRequest(chunk=chunk)

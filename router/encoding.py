@@ -32,7 +32,7 @@ EXECUTIONS: Final = 2
 class Request(Protocol):
     """What a medium needs to know of its request."""
 
-    def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+    async def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
         """How the medium's call begins."""
         ...
 
@@ -158,11 +158,11 @@ class Encoding:
     def _left(self, wanted: Iterable[int]) -> list[int]:
         return sorted(unit for unit in wanted if unit not in self.announced)
 
-    async def _try(self, units: Callable[[], list[int]], *, first: bool) -> bool:
+    async def _try(self, units: Callable[[], list[int] | None], *, first: bool) -> bool:
         """One call to one worker. False if the worker was lost and another may be tried.
 
         Args:
-            units: which are wanted, asked when go is given; none says all.
+            units: which are wanted, asked when go is given; None for all.
             first: whether the call tells what the medium is and how it ends; else it only fills in units, afresh.
         """
         try:
@@ -170,7 +170,7 @@ class Encoding:
         except InvalidRequest as error:  # an upload that broke off before its first piece
             raise error.at(self.item) from None
         self._attempt += 1
-        call = Dispatch(self._request.open(self, self._attempt), self.source)
+        call = Dispatch(await self._request.open(self, self._attempt), self.source)
         if self._siblings is not None:
             call.siblings(self._siblings)
             if self._gone:
@@ -207,7 +207,7 @@ class Encoding:
 
     def _on(self, call: Dispatch, response: epb.EncodeResponse, *, first: bool) -> None:
         which = response.WhichOneof("message")
-        if which == "probed" and self.probe is None:
+        if which == "probed" and response.probed.HasField("probe") and self.probe is None:
             self.probe = response.probed.probe
             self._request.on_probed(self)
         elif which == "sized" and first:
@@ -236,14 +236,13 @@ class Encoding:
         self.sized = sized
         self._request.on_sized(self)
 
-    def _wanted(self) -> list[int]:
-        """The units that are neither announced yet nor held by the decoder; none says all. Where nothing is left but
-        the end, the last unit stands for it."""
+    def _wanted(self) -> list[int] | None:
+        """The units that are neither announced yet nor held by the decoder. None for all."""
         if self.sized is None or not (self.announced or self.held):
-            return []
-        count = len(self.sized.units)
-        return [unit for unit in self._left(range(count)) if unit not in self.held] or [count - 1]
+            return None
+        return [unit for unit in self._left(range(len(self.sized.units))) if unit not in self.held]
 
 
-def _go(units: Iterable[int], *, afresh: bool = False) -> epb.EncodeGo:
-    return epb.EncodeGo(units=[pb.UnitRange(first=unit, count=1) for unit in units], afresh=afresh)
+def _go(units: Iterable[int] | None, *, afresh: bool = False) -> epb.EncodeGo:
+    runs = [pb.UnitRange(first=unit, count=1) for unit in units or ()]
+    return epb.EncodeGo(units=runs, afresh=afresh, none=units is not None and not runs)

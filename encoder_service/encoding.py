@@ -1,0 +1,270 @@
+"""One medium on its way through an encoder: found, sized, told unit by unit, and remembered.
+
+It takes one of two roads. A medium that nobody remembers is decoded to its end. One that is remembered is told by the
+keys of its units, and opened only for those whose entries are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from chiasm.errors import InvalidRequest, ServerError
+from chiasm.media.sample import pick
+from chiasm.media.types import Decoded, Frame, Probed
+from chiasm.models.family import MediumFacts, MediumPlan
+from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.rpc.turns import Turn
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from encoder_service import convert
+from encoder_service.announcing import Announcing
+from encoder_service.engine import EncoderEngine
+from encoder_service.inbox import Inbox
+from encoder_service.material import Material
+from encoder_service.memo import Asked, Memo, Remembered
+
+_log = logging.getLogger(__name__)
+
+
+class Encoding:
+    """One medium. Yields what the caller is told, in order.
+
+    Args:
+        lease: seconds that an entry stays pinned where the call does not say.
+    """
+
+    def __init__(
+        self,
+        engine: EncoderEngine,
+        memo: Memo,
+        material: Material,
+        opened: epb.EncodeOpen,
+        inbox: Inbox,
+        turn: Turn,
+        *,
+        lease: float,
+    ) -> None:
+        self._engine = engine
+        self._memo = memo
+        self._material = material
+        self._open = opened
+        self._inbox = inbox
+        self._turn = turn
+        self._lease = to_seconds(opened.lease) or lease
+        listed = opened.media.HasField("frames") and convert.kind_of(opened.media.kind) == "video"
+        self._options = convert.sampling_options(opened.sampling, every_frame=listed)
+        self._told = opened.HasField("file_digest")  # what its bytes are
+        self._bytes_wanted = not self._told
+        self._decoding = 0.0  # seconds
+
+    async def run(self) -> AsyncGenerator[epb.EncodeResponse, None]:
+        """From opening to end."""
+        self._material.check()
+        found = await self._memo.probe(self._asked) if self._told else None
+        probed = None
+        if found is None:
+            if self._told:
+                yield self._want_bytes(None)
+            probed = await self._material.probe()
+            MediumFacts.of(probed, self._options)  # refuses options that this medium cannot satisfy
+            found = convert.probe(probed, self._options, self._open.media.kind)
+        yield epb.EncodeResponse(probed=epb.EncodeProbed(probe=found, bytes_wanted=self._bytes_wanted))
+        plan = self._plan((await self._inbox.siblings()).siblings)
+        remembered = None if self._bytes_wanted else await self._memo.units(self._asked, plan)
+        if remembered is not None:
+            road = self._by_memory(plan, found, remembered)
+        else:
+            if not self._bytes_wanted:
+                yield self._want_bytes(found)
+            road = self._by_decoding(plan, found, probed or await self._material.probe())
+        async with aclosing(road) as responses:
+            async for response in responses:
+                yield response
+
+    @property
+    def _asked(self) -> Asked:
+        return Asked(self._open.tenant_root, self._open.file_digest, self._open.media.kind, self._options)
+
+    def _want_bytes(self, found: pb.Probe | None) -> epb.EncodeResponse:
+        self._bytes_wanted = True
+        return epb.EncodeResponse(probed=epb.EncodeProbed(probe=found, bytes_wanted=True))
+
+    def _plan(self, siblings: Sequence[epb.Sibling]) -> MediumPlan:
+        """This medium's share, from the same numbers that every sibling's call uses."""
+        slots = [sibling.slot for sibling in siblings]
+        if self._open.slot not in slots:
+            raise InvalidRequest("FIELD_MISSING", "the siblings leave this medium out", facts={"slot": self._open.slot})
+        plans = self._engine.processor.size([convert.sibling_facts(sibling) for sibling in siblings])
+        return plans[slots.index(self._open.slot)]
+
+    # -- by decoding it ----------------------------------------------------------------------------------------------
+
+    async def _by_decoding(
+        self, plan: MediumPlan, found: pb.Probe, probed: Probed
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        """Decodes the medium to its end, and remembers what became of it.
+
+        Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last
+        `sized` says which frames they are.
+        """
+        offsets, cost = probed.frame_offsets, self._engine.bytes_per_token
+        indices = pick(offsets, self._options, plan.units)
+        sized = convert.sized(plan, indices, offsets, revision=1, bytes_per_token=cost)
+        yield epb.EncodeResponse(sized=sized)
+        go = await self._inbox.go()
+        await self._turn.begin()
+        began = time.monotonic()
+        async with self._announcing(plan, go) as announcing:
+            came: list[int] = []
+
+            def number(frame: Frame) -> int | None:
+                came.append(frame.index)
+                return len(came) - 1 if convert.wants(go, len(came) - 1) else None
+
+            async with aclosing(self._encode(announcing, plan, indices, number)) as events:
+                async for event in events:
+                    if isinstance(event, epb.EncodeReady):
+                        yield epb.EncodeResponse(ready=event)
+            assert isinstance(event, Decoded), "a decoding ends with its count"
+            sized = convert.sized(plan, came, offsets, revision=2, bytes_per_token=cost, final=True)
+            yield epb.EncodeResponse(sized=sized)
+            async for ready in announcing.ready(every=True):
+                yield epb.EncodeResponse(ready=ready)
+            usage = convert.usage(plan, came, probed, event, self._open.media.kind)
+            await self._remember(plan, found, sized, usage, announcing)
+            yield self._end(usage, announcing, began)
+            await self._inbox.ended()
+
+    async def _remember(
+        self, plan: MediumPlan, found: pb.Probe, sized: epb.EncodeSized, usage: pb.MediaUsage, announcing: Announcing
+    ) -> None:
+        """Remembers a medium, if every unit of it was told and it is what the caller said it was."""
+        digest = await self._material.digest()
+        if self._told and digest != self._open.file_digest:
+            _log.warning("digest", extra={"request": self._open.request_id.hex(), "slot": self._open.slot})
+            return
+        if len(announcing.keys) < len(sized.units):
+            return
+        known = epb.EncodeSized()
+        known.CopyFrom(sized)
+        for unit in known.units:
+            unit.key = announcing.keys[unit.index]
+        await self._memo.remember(self._asked._replace(digest=digest), plan, found, Remembered(known, usage))
+
+    # -- by what is remembered of it -----------------------------------------------------------------------------------
+
+    async def _by_memory(
+        self, plan: MediumPlan, found: pb.Probe, remembered: Remembered
+    ) -> AsyncGenerator[epb.EncodeResponse, None]:
+        """Tells the wanted units by their keys. Only those whose entries are gone, or are to be made afresh, are
+        decoded, and only for them are bytes asked for."""
+        sized, usage = remembered
+        sized.revision = 1
+        yield epb.EncodeResponse(sized=sized)
+        go = await self._inbox.go()
+        began = time.monotonic()
+        async with self._announcing(plan, go) as announcing:
+            gone: dict[int, pb.Unit] = {}  # by the index of its frame
+            for unit in sized.units:
+                if convert.wants(go, unit.index):
+                    ready = None if go.afresh else await self._find(announcing, plan, unit)
+                    if ready is None:
+                        gone[unit.frames[0].file_index] = unit
+                    else:
+                        yield epb.EncodeResponse(ready=ready)
+            if gone:
+                yield self._want_bytes(found)
+                await self._turn.begin()
+                async with aclosing(self._again(announcing, plan, gone)) as again:
+                    async for ready in again:
+                        yield epb.EncodeResponse(ready=ready)
+            else:
+                self._memo.spared += self._open.media.byte_length
+            yield self._end(usage, announcing, began)
+            await self._inbox.ended()
+
+    async def _find(self, announcing: Announcing, plan: MediumPlan, unit: pb.Unit) -> epb.EncodeReady | None:
+        cost = plan.tokens * self._engine.bytes_per_token
+        await self._inbox.spend(cost)
+        ready = await announcing.find(unit.index, unit.key)
+        if ready is None:
+            self._inbox.give_back(cost)
+        return ready
+
+    async def _again(
+        self, announcing: Announcing, plan: MediumPlan, gone: dict[int, pb.Unit]
+    ) -> AsyncGenerator[epb.EncodeReady, None]:
+        """Decodes and encodes some of the units of a medium that is remembered.
+
+        Raises ServerError MEMO_STALE if anything else comes of it than is remembered.
+        """
+        if await self._material.digest() != self._open.file_digest:
+            raise await self._stale(plan)
+        keys = {unit.index: unit.key for unit in gone.values()}
+        making = self._encode(announcing, plan, sorted(gone), lambda frame: gone[frame.index].index)
+        async with aclosing(making) as events:
+            async for event in events:
+                if isinstance(event, epb.EncodeReady):
+                    if event.entry.key != keys.pop(event.unit):
+                        raise await self._stale(plan)
+                    yield event
+        async for ready in announcing.ready(every=True):
+            if ready.entry.key != keys.pop(ready.unit):
+                raise await self._stale(plan)
+            yield ready
+        if keys:
+            raise await self._stale(plan)
+
+    async def _stale(self, plan: MediumPlan) -> ServerError:
+        """Forgets the medium: it is decoded otherwise now, as by another release of a decoder. This caller was told what
+        is so no more; asked again, the medium is an unknown one."""
+        await self._memo.forget(self._asked, plan)
+        return ServerError(
+            "MEMO_STALE", "the medium is not what it was remembered to be", item=self._open.item, retry_after=0.1
+        )
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _announcing(self, plan: MediumPlan, go: epb.EncodeGo) -> Announcing:
+        return Announcing(self._engine, plan, root=self._open.tenant_root, seconds=self._lease, afresh=go.afresh)
+
+    async def _encode(
+        self, announcing: Announcing, plan: MediumPlan, indices: Sequence[int], number: Callable[[Frame], int | None]
+    ) -> AsyncGenerator[epb.EncodeReady | Decoded, None]:
+        """Decodes frames and encodes those that are given a number, a few units ahead of what is told. How the decoding
+        ended comes last; what is still on its way then is left to the caller."""
+        clock = time.monotonic
+        began = clock()
+        waited = 0.0  # for entries and for credit; the rest of the time went into decoding
+        async with aclosing(self._material.decode(indices)) as frames:
+            async for frame in frames:
+                if isinstance(frame, Decoded):
+                    self._decoding = clock() - began - waited
+                    yield frame
+                    break
+                unit = number(frame)
+                if unit is None:
+                    continue
+                paused = clock()
+                if not self._inbox.in_credit:
+                    # Credit comes for what is told; what is done and not told yet would be waited for for ever.
+                    async for ready in announcing.ready(every=True):
+                        yield ready
+                await self._inbox.spend(plan.tokens * self._engine.bytes_per_token)
+                announcing.start(unit, frame.rgb)
+                async for ready in announcing.ready(every=False):
+                    yield ready
+                waited += clock() - paused
+
+    def _end(self, usage: pb.MediaUsage, announcing: Announcing, began: float) -> epb.EncodeResponse:
+        self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
+        told = pb.MediaUsage()
+        told.CopyFrom(usage)
+        told.slot = self._open.slot
+        told.units_cached = announcing.cached
+        encoding = time.monotonic() - began - self._decoding
+        times = pb.StageTimes(decode_media=to_duration(self._decoding), encode=to_duration(encoding))
+        return epb.EncodeResponse(end=epb.EncodeEnd(usage=told, times=times))
