@@ -219,8 +219,8 @@ class Encoding:
             raise await self._stale(plan)
 
     async def _stale(self, plan: MediumPlan) -> ServerError:
-        """Forgets the medium: it is decoded otherwise now, as by another release of a decoder. This caller was told what
-        is so no more; asked again, the medium is an unknown one."""
+        """Forgets the medium: it is decoded otherwise now, as by another release of a decoder. This caller was told
+        what is so no more; asked again, the medium is an unknown one."""
         await self._memo.forget(self._asked, plan)
         return ServerError(
             "MEMO_STALE", "the medium is not what it was remembered to be", item=self._open.item, retry_after=0.1

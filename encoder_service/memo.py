@@ -115,7 +115,6 @@ class Memo:
 
     async def remember(self, asked: Asked, plan: MediumPlan, probe: pb.Probe, remembered: Remembered) -> None:
         """Writes both records. A store that has no room for them has no memory; the medium is encoded all the same."""
-        assert _fits(remembered, plan), "every unit has a key"
         sized, usage = remembered
         records = [
             (self._key(asked, plan), sized.SerializeToString(), usage.SerializeToString()),

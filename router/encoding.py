@@ -89,6 +89,7 @@ class Encoding:
         self._gone = False
         self._calls: list[Dispatch] = []
         self._missing: set[int] = set()
+        self._doubted: set[int] = set()  # of those: whose entries were found wanting
         self._again: asyncio.Task[None] | None = None
 
     # -- what the request tells it -----------------------------------------------------------------------------------
@@ -105,8 +106,7 @@ class Encoding:
         """
         before, self.held = self.held, set(held)
         if self._gone:
-            for unit in sorted(before - self.held - self.announced.keys()):
-                self.missing(unit, start)
+            self._bring(before - self.held - self.announced.keys(), start)
             return
         self._gone = True
         for call in self._calls:
@@ -126,9 +126,13 @@ class Encoding:
         """A unit's entry could not be used: it is encoded again, together with others of this medium that go missing
         meanwhile. `start` runs `encode_again`."""
         self.attached(unit)  # what is gone pins nothing, and the first call may be waiting for its credit
-        self._missing.add(unit)
-        self.held.discard(unit)
-        if self._again is None or self._again.done():
+        self._doubted.add(unit)
+        self._bring({unit}, start)
+
+    def _bring(self, units: set[int], start: Callable[[Encoding], asyncio.Task[None]]) -> None:
+        self._missing |= units
+        self.held -= units
+        if self._missing and (self._again is None or self._again.done()):
             self._again = start(self)
 
     # -- its calls ---------------------------------------------------------------------------------------------------
@@ -139,12 +143,16 @@ class Encoding:
             pass
 
     async def encode_again(self) -> None:
-        """Encodes the missing units, whatever the store holds. Sizes stay as they were told."""
+        """Brings the missing units: those whose entries were found wanting whatever the store holds. Sizes stay as they
+        were told."""
         while self._missing:
-            wanted, self._missing = self._missing, set()
+            doubted = self._missing & self._doubted
+            wanted = doubted or set(self._missing)
+            self._missing -= wanted
+            self._doubted -= wanted
             for unit in wanted:
                 self.announced.pop(unit, None)
-            while not await self._try(partial(self._left, wanted), first=False):
+            while not await self._try(partial(self._left, wanted), first=False, afresh=bool(doubted)):
                 pass
             left = self._left(wanted)
             if left:
@@ -158,12 +166,13 @@ class Encoding:
     def _left(self, wanted: Iterable[int]) -> list[int]:
         return sorted(unit for unit in wanted if unit not in self.announced)
 
-    async def _try(self, units: Callable[[], list[int] | None], *, first: bool) -> bool:
+    async def _try(self, units: Callable[[], list[int] | None], *, first: bool, afresh: bool = False) -> bool:
         """One call to one worker. False if the worker was lost and another may be tried.
 
         Args:
             units: which are wanted, asked when go is given; None for all.
-            first: whether the call tells what the medium is and how it ends; else it only fills in units, afresh.
+            first: whether the call tells what the medium is and how it ends; else it only fills in units.
+            afresh: whether their entries are made anew, whatever the store holds.
         """
         try:
             worker = await self._request.encoder(self)
@@ -174,7 +183,7 @@ class Encoding:
         if self._siblings is not None:
             call.siblings(self._siblings)
             if self._gone:
-                call.go(_go(units(), afresh=not first))
+                call.go(_go(units(), afresh=afresh))
         self._calls.append(call)
         try:
             async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
