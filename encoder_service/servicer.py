@@ -148,8 +148,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         if len(opened.tenant_root) != 32:
             raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})
         if opened.HasField("file_digest") and len(opened.file_digest) != DIGEST_BYTES:
-            size = len(opened.file_digest)
-            raise InvalidRequest.out_of_range("file_digest", f"of {size} bytes", f"of {DIGEST_BYTES}")
+            raise InvalidRequest.out_of_range("file_digest", len(opened.file_digest), f"{DIGEST_BYTES} bytes")
         frames = len(opened.media.frames.frames)
         if frames > self.limits.max_listed_frames:
             raise InvalidRequest(

@@ -116,8 +116,9 @@ def changed(sealed: Sealed, rng: random.Random) -> Iterator[Sealed]:
             flipped = bytearray(part)
             flipped[at] ^= 1 << rng.randrange(8)
             for other in (bytes(flipped), part[:at], part + part[: at + 1]):
-                header, payload, tag = (*parts[:number], other, *parts[number + 1 :])
-                yield Sealed(header, memoryview(payload), tag)
+                made = [*parts]
+                made[number] = other
+                yield Sealed(made[0], memoryview(made[1]), made[2])
 
 
 async def test_a_record_that_was_changed_anywhere_is_not_believed() -> None:
