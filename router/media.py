@@ -4,9 +4,10 @@ be running. Whoever reads them can do so again and again, as long as the request
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from typing import Protocol
+
+from blake3 import blake3
 
 from chiasm.rpc.limits import CHUNK_BYTES
 from chiasm.rpc.medium import LARGE, medium_digest
@@ -91,5 +92,5 @@ class Inline:
 async def first_piece(source: Source) -> bytes:
     """A digest of the first piece of a source."""
     async for chunk in source.chunks():
-        return hashlib.blake2b(chunk.data, digest_size=16).digest()
+        return blake3(chunk.data).digest()
     raise AssertionError("a medium has a last piece, which may be empty")

@@ -39,6 +39,7 @@ class Upload:
         self.until = 0.0  # when it is forgotten, by the clock of its keeper, unless it is read
         self.bytes_digest = b""
         self.medium_digest = b""
+        self._hint: bytes | None = None
         self._pieces: list[pb.MediaChunk] = []
         self._error: ChiasmError | None = None
         self._grown = asyncio.Condition()
@@ -80,4 +81,6 @@ class Upload:
         return self.medium_digest if self.whole and self._error is None else None
 
     async def hint(self) -> bytes:
-        return await first_piece(self)
+        if self._hint is None:
+            self._hint = await first_piece(self)
+        return self._hint
