@@ -125,7 +125,10 @@ class _OnePair:
         self._check()
         return self._decoder
 
-    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+    def count_encoders(self, model: Served, decoder: DecoderWorker) -> int:
+        return 1
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
         self._check()
         return self._encoder
 

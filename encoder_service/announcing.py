@@ -37,7 +37,7 @@ class Announcing:
 
     Attributes:
         cached: units told so far that were in the store already.
-        keys: of the entries of the units told so far.
+        keys: of the entries of the units told or named so far.
     """
 
     def __init__(
@@ -75,6 +75,10 @@ class Announcing:
             announced = await task
             self._flying.popleft()
             yield self._tell(number, announced, lease)
+
+    async def name(self, number: int, frame: Rgb) -> None:
+        """Finds out which entry unit `number` would have, and makes none."""
+        self.keys[number] = await self._engine.key_of(frame, self._plan, root=self._root)
 
     async def find(self, number: int, key: EntryKey) -> epb.EncodeReady | None:
         """Tells unit `number`, whose entry has that key, if it is in the store."""

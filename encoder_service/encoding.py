@@ -105,7 +105,8 @@ class Encoding:
     async def _by_decoding(
         self, plan: MediumPlan, found: pb.Probe, probed: Probed
     ) -> AsyncGenerator[epb.EncodeResponse, None]:
-        """Decodes the medium to its end, and remembers what became of it.
+        """Decodes the medium to its end, and remembers what became of it; or a part of it, of which the rest is left to
+        other calls.
 
         Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last
         `sized` says which frames they are.
@@ -119,34 +120,37 @@ class Encoding:
         began = time.monotonic()
         async with self._announcing(plan, go) as announcing:
             came: list[int] = []
+            decoded: Decoded | None = None
 
-            def number(frame: Frame) -> int | None:
+            def number(frame: Frame) -> int:
                 came.append(frame.index)
-                return len(came) - 1 if convert.wants(go, len(came) - 1) else None
+                return len(came) - 1
 
-            async with aclosing(self._encode(announcing, plan, indices, number)) as events:
+            async with aclosing(self._encode(announcing, plan, go, indices, number)) as events:
                 async for event in events:
-                    if isinstance(event, epb.EncodeReady):
+                    if isinstance(event, Decoded):
+                        decoded = event
+                    else:
                         yield epb.EncodeResponse(ready=event)
-            assert isinstance(event, Decoded), "a decoding ends with its count"
             sized = convert.sized(plan, came, offsets, revision=2, bytes_per_token=cost, final=True)
-            yield epb.EncodeResponse(sized=sized)
+            if decoded is not None:
+                yield epb.EncodeResponse(sized=sized)
             async for ready in announcing.ready(every=True):
                 yield epb.EncodeResponse(ready=ready)
-            usage = convert.usage(plan, came, probed, event, self._open.media.kind)
-            await self._remember(plan, found, sized, usage, announcing)
+            usage = None
+            if decoded is not None and not go.part:
+                usage = convert.usage(plan, came, probed, decoded, self._open.media.kind)
+                await self._remember(plan, found, sized, usage, announcing)
             yield self._end(usage, announcing, began)
             await self._inbox.ended()
 
     async def _remember(
         self, plan: MediumPlan, found: pb.Probe, sized: epb.EncodeSized, usage: pb.MediaUsage, announcing: Announcing
     ) -> None:
-        """Remembers a medium, if every unit of it was told and it is what the caller said it was."""
+        """Remembers a medium, if it is what the caller said it was."""
         digest = await self._material.digest()
         if self._told and digest != self._open.file_digest:
             _log.warning("digest", extra={"request": self._open.request_id.hex(), "slot": self._open.slot})
-            return
-        if len(announcing.keys) < len(sized.units):
             return
         known = epb.EncodeSized()
         known.CopyFrom(sized)
@@ -178,12 +182,12 @@ class Encoding:
             if gone:
                 yield self._want_bytes(found)
                 await self._turn.begin()
-                async with aclosing(self._again(announcing, plan, gone)) as again:
+                async with aclosing(self._again(announcing, plan, go, gone)) as again:
                     async for ready in again:
                         yield epb.EncodeResponse(ready=ready)
             else:
                 self._memo.spared += self._open.media.byte_length
-            yield self._end(usage, announcing, began)
+            yield self._end(None if go.part else usage, announcing, began)
             await self._inbox.ended()
 
     async def _find(self, announcing: Announcing, plan: MediumPlan, unit: pb.Unit) -> epb.EncodeReady | None:
@@ -195,7 +199,7 @@ class Encoding:
         return ready
 
     async def _again(
-        self, announcing: Announcing, plan: MediumPlan, gone: dict[int, pb.Unit]
+        self, announcing: Announcing, plan: MediumPlan, go: epb.EncodeGo, gone: dict[int, pb.Unit]
     ) -> AsyncGenerator[epb.EncodeReady, None]:
         """Decodes and encodes some of the units of a medium that is remembered.
 
@@ -204,7 +208,7 @@ class Encoding:
         if await self._material.digest() != self._open.file_digest:
             raise await self._stale(plan)
         keys = {unit.index: unit.key for unit in gone.values()}
-        making = self._encode(announcing, plan, sorted(gone), lambda frame: gone[frame.index].index)
+        making = self._encode(announcing, plan, go, sorted(gone), lambda frame: gone[frame.index].index)
         async with aclosing(making) as events:
             async for event in events:
                 if isinstance(event, epb.EncodeReady):
@@ -232,21 +236,34 @@ class Encoding:
         return Announcing(self._engine, plan, root=self._open.tenant_root, seconds=self._lease, afresh=go.afresh)
 
     async def _encode(
-        self, announcing: Announcing, plan: MediumPlan, indices: Sequence[int], number: Callable[[Frame], int | None]
+        self,
+        announcing: Announcing,
+        plan: MediumPlan,
+        go: epb.EncodeGo,
+        indices: Sequence[int],
+        number: Callable[[Frame], int],
     ) -> AsyncGenerator[epb.EncodeReady | Decoded, None]:
-        """Decodes frames and encodes those that are given a number, a few units ahead of what is told. How the decoding
-        ended comes last; what is still on its way then is left to the caller."""
+        """Decodes frames and encodes those that are wanted, a few units ahead of what is told. How the decoding ended
+        comes last, but for a part of a medium, which has no end. What is still on its way then is left to the caller.
+
+        Args:
+            number: which unit a frame is; asked for each as it comes.
+        """
         clock = time.monotonic
         began = clock()
         waited = 0.0  # for entries and for credit; the rest of the time went into decoding
+        enough = max((run.first + run.count for run in go.units), default=0) if go.part else None
+        if go.part and go.none:
+            return
         async with aclosing(self._material.decode(indices)) as frames:
             async for frame in frames:
                 if isinstance(frame, Decoded):
-                    self._decoding = clock() - began - waited
                     yield frame
                     break
                 unit = number(frame)
-                if unit is None:
+                if not convert.wants(go, unit):
+                    if not go.part:
+                        await announcing.name(unit, frame.rgb)  # for the memory of the medium
                     continue
                 paused = clock()
                 if not self._inbox.in_credit:
@@ -258,13 +275,18 @@ class Encoding:
                 async for ready in announcing.ready(every=False):
                     yield ready
                 waited += clock() - paused
+                if unit + 1 == enough:
+                    break
+        self._decoding = clock() - began - waited
 
-    def _end(self, usage: pb.MediaUsage, announcing: Announcing, began: float) -> epb.EncodeResponse:
+    def _end(self, usage: pb.MediaUsage | None, announcing: Announcing, began: float) -> epb.EncodeResponse:
         self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
-        told = pb.MediaUsage()
-        told.CopyFrom(usage)
-        told.slot = self._open.slot
-        told.units_cached = announcing.cached
+        told = None
+        if usage is not None:
+            told = pb.MediaUsage()
+            told.CopyFrom(usage)
+            told.slot = self._open.slot
+            told.units_cached = announcing.cached
         encoding = time.monotonic() - began - self._decoding
         times = pb.StageTimes(decode_media=to_duration(self._decoding), encode=to_duration(encoding))
         return epb.EncodeResponse(end=epb.EncodeEnd(usage=told, times=times))

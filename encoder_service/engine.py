@@ -137,6 +137,11 @@ class EncoderEngine:
             await self.store.release(key, lease.id)  # the caller will never be told of it
             raise
 
+    async def key_of(self, frame: Rgb, plan: MediumPlan, *, root: bytes) -> EntryKey:
+        """The key that `announce` would find for a frame."""
+        _, key = await asyncio.to_thread(self._prepare, frame, plan, root)
+        return key
+
     async def find(self, key: EntryKey, plan: MediumPlan, *, lease: Lease) -> Announced | None:
         """An entry that is in the store already, pinned while `lease` lasts. None, and nothing is pinned, if there is
         none under that key, or another than this engine makes."""

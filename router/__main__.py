@@ -16,6 +16,7 @@ from chiasm.rpc.v1 import router_pb2_grpc
 from chiasm.settings import read_secret
 from router.servicer import RouterLimits, RouterServicer
 from router.settings import RouterSettings
+from router.spread import Spread
 from router.static_fleet import StaticFleet
 from router.uploads import UploadLimits
 
@@ -28,6 +29,7 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     fleet = StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
     limits = RouterLimits(
         max_seconds=settings.max_seconds,
+        spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
     )
     servicer = RouterServicer(fleet, tenant_root=root, limits=limits)

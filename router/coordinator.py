@@ -25,7 +25,8 @@ from router.dispatch import Outbox
 from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
 from router.media import Source
-from router.work import Work
+from router.spread import Spread
+from router.work import WHOLE, Work
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Coordinator(Work):
         tenant_root: bytes,
         deadline: float | None = None,
         credit: int = INITIAL_CREDIT,
+        spread: Spread = WHOLE,
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
@@ -68,6 +70,7 @@ class Coordinator(Work):
             tenant_root=tenant_root,
             deadline=deadline,
             credit=credit,
+            spread=spread,
         )
         self._request = request
         self._seed = checked.seed_of(request.sampling)
@@ -219,13 +222,13 @@ class Coordinator(Work):
             for unit in response.admitted.held:
                 held[unit.slot].add(unit.unit)
             for medium, units in zip(self.media, held, strict=True):
-                medium.go(units, lambda medium: self.start(medium.encode_again))
+                medium.go(units)
         elif which == "attached":
             for unit in response.attached.units:
                 self.media[unit.slot].attached(unit.unit)
         elif which == "missing":
             unit = response.missing.unit
-            self.media[unit.slot].missing(unit.unit, lambda medium: self.start(medium.encode_again))
+            self.media[unit.slot].missing(unit.unit)
         elif which == "started":
             self._began = True
             await self._events.put(rpb.GenerateResponse(started=response.started))

@@ -48,6 +48,7 @@ class Dispatch:
     Attributes:
         pinned: bytes of each entry that this call announced and that is not attached yet.
         ended: the encoder has announced everything.
+        units: how many the medium becomes, as the encoder said last.
         sending: the bytes are sent, or will be.
     """
 
@@ -57,6 +58,7 @@ class Dispatch:
         self._outbox: Outbox[epb.EncodeRequest | Source] = Outbox()
         self.pinned: dict[int, int] = {}
         self.ended = False
+        self.units = 0
         self.sending = False
         if not opened.HasField("file_digest"):
             self._send()

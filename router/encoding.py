@@ -1,16 +1,17 @@
 """One medium of a request at its encoders: what it was found to be, which units it becomes, what was announced.
 
-A lost encoder is replaced, by another or by its own restart, while the medium is held here; what it had announced stays
-announced. Units that the decoder could not use are encoded once more. It knows no decoder and no other medium.
+One call tells what the medium is; a long one's units may be shared out to others. A lost encoder is replaced, by
+another or by its own restart, while the medium is held here; what it had announced stays announced. Units that the
+decoder could not use are encoded once more. It knows no decoder and no other medium.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from chiasm.errors import Cancelled, ConnectionFailed, InvalidRequest, ServerError, Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -18,6 +19,7 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.dispatch import Dispatch
 from router.fleet import EncoderWorker
 from router.media import Source
+from router.spread import Spread
 
 LOST: Final = (ConnectionFailed, Unavailable, Cancelled)
 """How a call ends whose worker died, is ending, or cannot be reached."""
@@ -36,8 +38,17 @@ class Request(Protocol):
         """How the medium's call begins."""
         ...
 
-    async def encoder(self, encoding: Encoding) -> EncoderWorker:
-        """An encoder that can be reached now."""
+    async def encoder(self, encoding: Encoding, rank: int) -> EncoderWorker:
+        """An encoder that can be reached now: the one that equal media prefer, or the next, and so on."""
+        ...
+
+    @property
+    def spread(self) -> Spread:
+        """How a medium may be shared out now."""
+        ...
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Runs a part of the request."""
         ...
 
     def lost(self, worker: EncoderWorker) -> None: ...
@@ -63,8 +74,8 @@ class Encoding:
         sized: what the units are, as far as is known; None before.
         announced: the newest announcement of each unit.
         held: units that the decoder has without being given them.
-        usage, times: of the encoder that came to the end.
-        accounted: set when they are there.
+        times: of the encoder that came to the end.
+        accounted: set when they and the usage are there.
         waiting: for an encoder that can take it.
     """
 
@@ -77,17 +88,19 @@ class Encoding:
         self.sized: epb.EncodeSized | None = None
         self.announced: dict[int, epb.EncodeReady] = {}
         self.held: set[int] = set()
-        self.usage: pb.MediaUsage | None = None
         self.times = pb.StageTimes()
         self.accounted = asyncio.Event()
         self.waiting = False
         self._revision = 0
+        self._usage: pb.MediaUsage | None = None
         self._cached = 0
+        self._elsewhere: set[int] = set()  # units that other encoders make
         self._attempt = 0
         self._losses = 0
         self._siblings: epb.EncodeSiblings | None = None
         self._gone = False
         self._calls: list[Dispatch] = []
+        self._first: Dispatch | None = None  # the one for the whole medium, which waits for go
         self._missing: set[int] = set()
         self._doubted: set[int] = set()  # of those: whose entries were found wanting
         self._again: asyncio.Task[None] | None = None
@@ -99,18 +112,17 @@ class Encoding:
         for call in self._calls:
             call.siblings(siblings)
 
-    def go(self, held: Iterable[int], start: Callable[[Encoding], asyncio.Task[None]]) -> None:
-        """A decoder has admitted what was sized: entries may be made, but for the units that it holds.
-
-        `start` runs `encode_again`, for what an earlier decoder held and this one does not.
-        """
+    def go(self, held: Iterable[int]) -> None:
+        """A decoder has admitted what was sized: entries may be made, but for the units that it holds. Those that an
+        earlier decoder held and this one does not are made too."""
         before, self.held = self.held, set(held)
         if self._gone:
-            self._bring(before - self.held - self.announced.keys(), start)
+            self._bring(before - self.held - self.announced.keys())
             return
         self._gone = True
-        for call in self._calls:
-            call.go(_go(self._wanted()))
+        self._spread()
+        if self._first is not None:
+            self._first.go(_go(self._wanted()))
 
     def attached(self, unit: int) -> None:
         for call in self._calls:
@@ -122,27 +134,49 @@ class Encoding:
         sized = self.sized
         return sized is not None and sized.final and len(self.announced.keys() | self.held) >= len(sized.units)
 
-    def missing(self, unit: int, start: Callable[[Encoding], asyncio.Task[None]]) -> None:
+    @property
+    def usage(self) -> pb.MediaUsage | None:
+        """Of the whole medium, once an encoder came to its end."""
+        if self._usage is not None and self._usage.HasField("units_cached"):
+            # By all calls together, and what no call was asked for.
+            self._usage.units_cached = self._cached + len(self.held - self.announced.keys())
+        return self._usage
+
+    def missing(self, unit: int) -> None:
         """A unit's entry could not be used: it is encoded again, together with others of this medium that go missing
-        meanwhile. `start` runs `encode_again`."""
+        meanwhile."""
         self.attached(unit)  # what is gone pins nothing, and the first call may be waiting for its credit
         self._doubted.add(unit)
-        self._bring({unit}, start)
+        self._bring({unit})
 
-    def _bring(self, units: set[int], start: Callable[[Encoding], asyncio.Task[None]]) -> None:
+    def _bring(self, units: set[int]) -> None:
         self._missing |= units
         self.held -= units
         if self._missing and (self._again is None or self._again.done()):
-            self._again = start(self)
+            self._again = self._request.start(self._encode_again)
 
     # -- its calls ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Encodes the medium to its end. Raises ChiasmError."""
-        while not await self._try(self._wanted, first=True):
+        while await self._try() is None:
             pass
 
-    async def encode_again(self) -> None:
+    def _spread(self) -> None:
+        """Gives other encoders their share of the units."""
+        _, *shares = self._request.spread.shares(self._units_wanted())
+        for rank, share in enumerate(shares, 1):
+            self._elsewhere.update(share)
+            self._request.start(partial(self._encode_part, share, rank))
+
+    async def _encode_part(self, share: Sequence[int], rank: int) -> None:
+        """Has one more encoder make some of the units."""
+        part = _Part(partial(self._left, share), rank=rank)
+        while (count := await self._try(part)) is None:
+            pass
+        self._all_there([unit for unit in share if unit < count])
+
+    async def _encode_again(self) -> None:
         """Brings the missing units: those whose entries were found wanting whatever the store holds. Sizes stay as they
         were told."""
         while self._missing:
@@ -152,50 +186,55 @@ class Encoding:
             self._doubted -= wanted
             for unit in wanted:
                 self.announced.pop(unit, None)
-            while not await self._try(partial(self._left, wanted), first=False, afresh=bool(doubted)):
+            part = _Part(partial(self._left, wanted), afresh=bool(doubted))
+            while await self._try(part) is None:
                 pass
-            left = self._left(wanted)
-            if left:
-                raise ServerError(
-                    "ENTRY_MISSING",
-                    f"{len(left)} of {len(wanted)} units were lost and could not be encoded again",
-                    item=self.item,
-                    facts={"units": len(left)},
-                )
+            self._all_there(wanted)
+
+    def _all_there(self, wanted: Collection[int]) -> None:
+        left = self._left(wanted)
+        if left:
+            raise ServerError(
+                "ENTRY_MISSING",
+                f"{len(left)} of {len(wanted)} units were asked for and not encoded",
+                item=self.item,
+                facts={"units": len(left)},
+            )
 
     def _left(self, wanted: Iterable[int]) -> list[int]:
         return sorted(unit for unit in wanted if unit not in self.announced)
 
-    async def _try(self, units: Callable[[], list[int] | None], *, first: bool, afresh: bool = False) -> bool:
-        """One call to one worker. False if the worker was lost and another may be tried.
+    async def _try(self, part: _Part | None = None) -> int | None:
+        """One call to one worker: the one that tells what the medium is and how it ends, or one that fills in `part`.
 
-        Args:
-            units: which are wanted, asked when go is given; None for all.
-            first: whether the call tells what the medium is and how it ends; else it only fills in units.
-            afresh: whether their entries are made anew, whatever the store holds.
+        Returns how many units the medium has, or None if the worker was lost and another may be tried.
         """
         try:
-            worker = await self._request.encoder(self)
+            worker = await self._request.encoder(self, 0 if part is None else part.rank)
         except InvalidRequest as error:  # an upload that broke off before its first piece
             raise error.at(self.item) from None
         self._attempt += 1
         call = Dispatch(await self._request.open(self, self._attempt), self.source)
         if self._siblings is not None:
             call.siblings(self._siblings)
-            if self._gone:
-                call.go(_go(units(), afresh=afresh))
+            if part is not None:
+                call.go(_go(part.units(), afresh=part.afresh, part=True))
+            elif self._gone:
+                call.go(_go(self._wanted()))
+        if part is None:
+            self._first = call
         self._calls.append(call)
         try:
             async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
                 async for response in responses:
-                    self._on(call, response, first=first)
+                    self._on(call, response, part)
         except LOST as error:
             self._request.lost(worker)
             if call.ended:
-                return True  # all was said; what it pinned is the decoder's to give back
+                return call.units  # all was said; what it pinned is the decoder's to give back
             if error.reason == "DRAINING":  # it has not begun: that costs the medium nothing but a moment
                 await asyncio.sleep(PAUSE)
-                return False
+                return None
             self._losses += 1
             if self._losses >= EXECUTIONS:
                 raise Unavailable(
@@ -205,35 +244,34 @@ class Encoding:
                     retry_after=1.0,
                     facts={"lost": self._losses},
                 ) from error
-            return False
+            return None
         except InvalidRequest as error:
             raise error.at(self.item) from None
         finally:
             self._calls.remove(call)
         if not call.ended:
             raise ServerError("STREAM_BROKEN", "an encoder ended its stream before its medium", item=self.item)
-        return True
+        return call.units
 
-    def _on(self, call: Dispatch, response: epb.EncodeResponse, *, first: bool) -> None:
+    def _on(self, call: Dispatch, response: epb.EncodeResponse, part: _Part | None) -> None:
         which = response.WhichOneof("message")
         if which == "probed" and response.probed.HasField("probe") and self.probe is None:
             self.probe = response.probed.probe
             self._request.on_probed(self)
-        elif which == "sized" and first:
-            self._on_sized(response.sized)
+        elif which == "sized":
+            call.units = len(response.sized.units)
+            if part is None:
+                self._on_sized(response.sized)
         elif which == "ready":
             ready = response.ready
             if ready.unit in self.announced:
                 call.attached(ready.unit)  # another call was quicker: the decoder takes that one
                 return
-            self._cached += ready.cached and first
+            self._cached += ready.cached
             self.announced[ready.unit] = ready
             self._request.on_ready(self, ready)
-        elif which == "end" and first:
-            self.usage = response.end.usage
-            if self.usage.HasField("units_cached"):
-                # By all calls together, and what no call was asked for.
-                self.usage.units_cached = self._cached + len(self.held - self.announced.keys())
+        elif which == "end" and part is None:
+            self._usage = response.end.usage
             self.times = response.end.times
             self.accounted.set()
 
@@ -246,12 +284,31 @@ class Encoding:
         self._request.on_sized(self)
 
     def _wanted(self) -> list[int] | None:
-        """The units that are neither announced yet nor held by the decoder. None for all."""
-        if self.sized is None or not (self.announced or self.held):
+        """The units that the call for the whole medium is to make. None for all."""
+        if self.sized is None or not (self.announced or self.held or self._elsewhere):
             return None
-        return [unit for unit in self._left(range(len(self.sized.units))) if unit not in self.held]
+        return [unit for unit in self._units_wanted() if unit not in self._elsewhere]
+
+    def _units_wanted(self) -> list[int]:
+        """The units that are neither announced yet nor held by the decoder."""
+        count = 0 if self.sized is None else len(self.sized.units)
+        return [unit for unit in self._left(range(count)) if unit not in self.held]
 
 
-def _go(units: Iterable[int] | None, *, afresh: bool = False) -> epb.EncodeGo:
-    runs = [pb.UnitRange(first=unit, count=1) for unit in units or ()]
-    return epb.EncodeGo(units=runs, afresh=afresh, none=units is not None and not runs)
+class _Part(NamedTuple):
+    """What a call is for beside the one for the whole medium.
+
+    Attributes:
+        units: which are wanted, asked when go is given.
+        rank: which encoder makes them, from the one that equal media prefer.
+        afresh: whatever the store holds.
+    """
+
+    units: Callable[[], list[int]]
+    rank: int = 0
+    afresh: bool = False
+
+
+def _go(units: Iterable[int] | None, *, afresh: bool = False, part: bool = False) -> epb.EncodeGo:
+    wanted = [pb.UnitRange(first=unit, count=1) for unit in units or ()]
+    return epb.EncodeGo(units=wanted, afresh=afresh, part=part, none=units is not None and not wanted)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -49,13 +49,32 @@ C = TypeVar("C")
 R = TypeVar("R")
 
 
+class Reach(NamedTuple):
+    """The stores that a worker's entries pass through.
+
+    Attributes:
+        arena: names the memory of its node.
+        shared: names the store it shares with other nodes. Empty: none.
+    """
+
+    arena: bytes = b""
+    shared: bytes = b""
+
+    def meets(self, other: Reach) -> bool:
+        """Whether either can read what the other has put."""
+        return self.arena == other.arena or (self.shared != b"" and self.shared == other.shared)
+
+
+_HERE: Final = Reach()
+
+
 class Worker(Generic[C]):
     """One life of a worker process.
 
     Args:
         replica_id: names this life; a restarted process is another worker.
         calls: what it can be asked.
-        reach: names the memory its entries pass through. Workers of equal reach can hand entries to each other.
+        reach: of its entries.
 
     Attributes:
         running: calls of this router that it works on.
@@ -63,7 +82,7 @@ class Worker(Generic[C]):
         silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
-    def __init__(self, replica_id: bytes, calls: C, *, reach: bytes = b"") -> None:
+    def __init__(self, replica_id: bytes, calls: C, *, reach: Reach = _HERE) -> None:
         self.replica_id = replica_id
         self.calls = calls
         self.reach = reach
@@ -155,8 +174,16 @@ class Fleet(Protocol):
         """
         ...
 
-    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
-        """An encoder whose entries `decoder` can read; equal hints prefer the same one. Waits as `decoder` does.
+    def count_encoders(self, model: Served, decoder: DecoderWorker) -> int:
+        """How many encoders there are now whose entries `decoder` can read, on its own node if there are any."""
+        ...
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
+        """An encoder whose entries `decoder` can read, on its own node if there is any. Waits as `decoder` does.
+
+        Args:
+            hint: equal ones prefer the same encoder.
+            rank: 0 for the one they prefer, 1 for the next, and so on, around.
 
         Raises Unavailable NO_READY_ENCODER, with a time to try again.
         """

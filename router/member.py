@@ -12,7 +12,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from chiasm.errors import ChiasmError, DeadlineExceeded
 from chiasm.rpc.v1 import common_pb2 as pb
-from router.fleet import Worker
+from router.fleet import Reach, Worker
 
 INFO_SECONDS: Final = 5.0
 """A worker that does not say who it is within this time is not asked anything else."""
@@ -130,7 +130,8 @@ class Member(Generic[C, I]):
             worker = self._worker
             if worker is None or worker.replica_id != info.replica.replica_id or worker.silent.is_set():
                 self._before = [past for past in (worker, *self._before) if past is not None and past.running]
-                worker = Worker(info.replica.replica_id, self._calls, reach=info.replica.arena_id)
+                reach = Reach(info.replica.arena_id, info.replica.shared_store_id)
+                worker = Worker(info.replica.replica_id, self._calls, reach=reach)
             worker.load = info.load.running + info.load.waiting
             self._worker = worker
             self._up = (worker, info)

@@ -28,6 +28,7 @@ from router.fleet import Fleet, Served
 from router.media import Inline, Source
 from router.meter import Meter, Telling
 from router.request import check_estimate, check_generate, check_label, item_paths
+from router.spread import Spread
 from router.uploads import UploadLimits, Uploads
 
 _log = logging.getLogger(__name__)
@@ -44,11 +45,13 @@ class RouterLimits:
         max_seconds: of one request. Longer deadlines are cut to it, and it stands where there is none.
         margin: seconds that the router answers before a client's deadline, so that its word, which names the stage, is
             heard; never more than a quarter of the time there is.
+        spread: how the units of a long medium are shared out.
         uploads: bounds on media that come by themselves.
     """
 
     max_seconds: float = 3600.0
     margin: float = 0.2
+    spread: Spread = field(default_factory=Spread)
     uploads: UploadLimits = field(default_factory=UploadLimits)
 
 
@@ -87,7 +90,15 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             check_generate(request)
             model = await self._find(request.model, deadline)
             async with self._sources(request, deadline) as sources:
-                work = Coordinator(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+                work = Coordinator(
+                    request,
+                    sources,
+                    self.fleet,
+                    model,
+                    tenant_root=self._root,
+                    deadline=deadline,
+                    spread=self.limits.spread,
+                )
                 said["request"] = work.id.hex()
                 async with aclosing(work.run()) as events:
                     async for event in events:

@@ -17,7 +17,7 @@ from blake3 import blake3
 from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Served
+from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Reach, Served
 from router.member import Member, Members, addresses
 from router.remote import RemoteDecoder, RemoteEncoder
 
@@ -91,11 +91,15 @@ class StaticFleet:
 
         return await self._wait_for(choose, lambda: _missing("encoder" if decoders() else "decoder", model))
 
-    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+    def count_encoders(self, model: Served, decoder: DecoderWorker) -> int:
+        return len(self._encoders_of(model, decoder.reach))
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
         def choose() -> EncoderWorker | None:
             # Rendezvous hashing: equal media meet where their entries are made, and a lost worker moves only its own.
             found = self._encoders_of(model, decoder.reach)
-            return max(found, key=lambda worker: blake3(hint + worker.replica_id).digest(), default=None)
+            found.sort(key=lambda worker: blake3(hint + worker.replica_id).digest(), reverse=True)
+            return found[rank % len(found)] if found else None
 
         return await self._wait_for(choose, lambda: _missing("encoder", model))
 
@@ -119,8 +123,10 @@ class StaticFleet:
                     pairs[model.name] = served
         return pairs
 
-    def _encoders_of(self, model: Served, reach: bytes) -> list[EncoderWorker]:
-        return [worker for worker, info in self._encoders.up() if worker.reach == reach and _serves(info, model)]
+    def _encoders_of(self, model: Served, reach: Reach) -> list[EncoderWorker]:
+        """Those whose entries can be read there: of the same node if there are any, for what lies there is nearest."""
+        found = [w for w, info in self._encoders.up() if w.reach.meets(reach) and _serves(info, model)]
+        return [worker for worker in found if worker.reach.arena == reach.arena] or found
 
     async def changed(self) -> None:
         """Returns when a worker has come or gone."""

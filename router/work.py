@@ -11,6 +11,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from chiasm.errors import ConnectionFailed, StatusError
@@ -19,9 +20,13 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.encoding import Encoding
 from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served
 from router.media import Source
+from router.spread import Spread
 
 SLACK: Final = 1.0
 """Seconds that a worker's deadline lies behind the request's own, which names the stage and must be heard first."""
+
+
+WHOLE: Final = Spread()
 
 
 class Work(ABC):
@@ -32,7 +37,8 @@ class Work(ABC):
         sources: where the bytes of each come from.
         items: the path of each in the client's request.
         deadline: by `time.monotonic`; None for none.
-        credit: bytes of entries each medium may have pinned before any is attached.
+        credit: bytes of entries each call may have pinned before any is attached.
+        spread: how a medium may be shared out.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class Work(ABC):
         tenant_root: bytes,
         deadline: float | None,
         credit: int,
+        spread: Spread = WHOLE,
     ) -> None:
         self.fleet = fleet
         self.model = model
@@ -56,6 +63,7 @@ class Work(ABC):
         self._asked = asked
         self._deadline = deadline
         self._credit = credit
+        self._spread = spread
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- time and tasks ----------------------------------------------------------------------------------------------
@@ -125,13 +133,20 @@ class Work(ABC):
                 self.decoder = worker
                 return worker
 
-    async def encoder(self, encoding: Encoding) -> EncoderWorker:
+    @property
+    def spread(self) -> Spread:
+        """How a medium may be shared out among the encoders there are."""
+        assert self.decoder is not None, "encoders are chosen for a decoder"
+        there = self.fleet.count_encoders(self.model, self.decoder)
+        return replace(self._spread, encoders=min(there, self._spread.encoders))
+
+    async def encoder(self, encoding: Encoding, rank: int) -> EncoderWorker:
         hint = await encoding.source.hint()
         encoding.waiting = True
         try:
             while True:
                 assert self.decoder is not None, "encoders are chosen for a decoder"
-                worker = await self.fleet.encoder(self.model, self.decoder, hint=hint)
+                worker = await self.fleet.encoder(self.model, self.decoder, hint=hint, rank=rank)
                 try:
                     await worker.calls.reach()
                 except ConnectionFailed:
@@ -164,6 +179,7 @@ class Work(ABC):
             sampling=self._asked[encoding.slot].sampling,
             file_digest=digest,
             initial_credit=self._credit,
+            reader_arena_id=self.decoder.reach.arena if self.decoder is not None else b"",
         )
 
     def on_probed(self, encoding: Encoding) -> None:

@@ -119,33 +119,45 @@ class Role:
 
 
 class Trio:
-    """An encoder, a decoder and a router of one model, with a region between the workers."""
+    """Encoders, one as a rule, a decoder and a router of one model, with a region between the workers, or one on each
+    of two nodes."""
 
-    def __init__(self, folder: Path, model: Path, region: Region, options: dict[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        regions: tuple[Region, Region],
+        options: dict[str, Sequence[str]],
+        *,
+        encoders: int,
+    ) -> None:
         workers, tenants = (_secret(folder / name) for name in ("workers.key", "tenants.key"))
-        common = ["--model", str(model), "--arena", str(region.path), "--workers-secret-file", str(workers)]
         plain = ["--http", "127.0.0.1:0", "--drain-seconds", "1"]
-        sockets = {name: f"unix:{folder}/{name}.sock" for name in ("encoder", "decoder")}
-        self.encoder = Role(
-            "encoder_service",
-            [*common, *plain, "--listen", sockets["encoder"], *options.get("encoder", ())],
-            folder,
-        )
-        self.decoder = Role(
-            "decoder_service",
-            [*common, *plain, "--listen", sockets["decoder"], *options.get("decoder", ())],
-            folder,
-        )
+
+        def worker(name: str, role: str, region: Region) -> tuple[str, Role]:
+            socket = f"unix:{folder}/{name}.sock"
+            told = ["--model", str(model), "--arena", str(region.path), "--workers-secret-file", str(workers)]
+            arguments = [*told, *plain, "--listen", socket, *options.get(role, ())]
+            return socket, Role(f"{role}_service", arguments, folder)
+
+        made = [worker(f"encoder-{number}", "encoder", regions[0]) for number in range(encoders)]
+        self.encoders = [role for _, role in made]
+        at, self.decoder = worker("decoder", "decoder", regions[1])
         self.router = Role(
             "router",
-            ["--listen", "127.0.0.1:0", *plain, "--encoders", sockets["encoder"], "--decoders", sockets["decoder"],
+            ["--listen", "127.0.0.1:0", *plain, "--encoders", ",".join(socket for socket, _ in made), "--decoders", at,
              "--tenants-secret-file", str(tenants), *options.get("router", ())],
             folder,
         )  # fmt: skip
 
     @property
+    def encoder(self) -> Role:
+        """The first of them."""
+        return self.encoders[0]
+
+    @property
     def roles(self) -> list[Role]:
-        return [self.encoder, self.decoder, self.router]
+        return [*self.encoders, self.decoder, self.router]
 
     @property
     def target(self) -> str:
@@ -171,17 +183,25 @@ class Trio:
 
 @contextmanager
 def trio(
-    folder: Path, *, model: Path = SHIPPED / "digits", arena_bytes: int = ARENA_BYTES, **options: Sequence[str]
+    folder: Path,
+    *,
+    model: Path = SHIPPED / "digits",
+    arena_bytes: int = ARENA_BYTES,
+    encoders: int = 1,
+    nodes: int = 1,
+    **options: Sequence[str],
 ) -> Iterator[Trio]:
-    """Three processes that answer, ended with the block.
+    """Three processes that answer, or more, ended with the block.
 
     Args:
+        nodes: 2 gives the encoders a region of their own, as if they were on another node than the decoder.
         options: more flags, by role: `encoder`, `decoder`, `router`.
     """
     with ExitStack() as stack:
-        region = Region.create(folder / "arena", arena_bytes)
-        stack.callback(region.close)
-        made = Trio(folder, model, region, dict(options))
+        regions = [Region.create(folder / f"arena-{node}", arena_bytes) for node in range(nodes)]
+        for region in regions:
+            stack.callback(region.close)
+        made = Trio(folder, model, (regions[0], regions[-1]), dict(options), encoders=encoders)
         for role in made.roles:
             stack.callback(role.end)
             role.start()

@@ -23,7 +23,6 @@ from decoder_service.servicer import DecoderServicer
 from tests import digits
 from tests.asking import Answer, ask, forget, image, question, running, video
 from tests.decoder_service.live import LiveTimeline
-from tests.e2e.test_requests import _cut_last_frames
 
 
 def opened(service: LocalService, *parts: str | int) -> dpb.DecodeOpen:
@@ -138,7 +137,7 @@ async def test_extents_are_taken_and_given_back_in_the_device_thread_only() -> N
 
     rng = np.random.default_rng(8)
     pool = digits.held_out_digits()
-    cut = _cut_last_frames(digits.clip([digits.frame(pool[i][0], rng) for i in range(20)]))
+    cut = digits.without_last_frames(digits.clip([digits.frame(pool[i][0], rng) for i in range(20)]))
     shown = digits.shipped_images()[0][0].read_bytes()
     async with running() as service:
         service.decoder.engine.__class__ = Watched
@@ -153,7 +152,7 @@ async def test_extents_are_taken_and_given_back_in_the_device_thread_only() -> N
 async def test_the_prompt_of_a_video_that_ended_early_is_counted_as_it_was_laid() -> None:
     rng = np.random.default_rng(8)
     pool = digits.held_out_digits()
-    cut = _cut_last_frames(digits.clip([digits.frame(pool[i][0], rng) for i in range(20)]))
+    cut = digits.without_last_frames(digits.clip([digits.frame(pool[i][0], rng) for i in range(20)]))
     request = question(video(cut), "Read the digits.", max_tokens=2)
     request.prompt_visibility = True
     async with running() as service:

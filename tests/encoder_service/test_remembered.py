@@ -314,11 +314,31 @@ async def test_a_digest_of_another_length_is_refused() -> None:
         assert caught.value.facts == {"field": "file_digest", "value": 5, "range": "32 bytes"}
 
 
-async def test_a_medium_of_which_units_were_left_out_is_not_remembered() -> None:
+@pytest.mark.parametrize("go", [epb.EncodeGo(units=[pb.UnitRange(first=1, count=1)]), epb.EncodeGo(none=True)], ids=str)
+async def test_a_medium_of_which_others_make_the_rest_is_remembered_whole(go: epb.EncodeGo) -> None:
     async with running() as service, fresh(service) as encoder:
-        await first(service, MEDIA["video"], go=epb.EncodeGo(units=[pb.UnitRange(first=1, count=1)]))
+        before = await first(service, MEDIA["video"], go=go)
+        assert before.encoded == [run.first for run in go.units]
         told = await encoder.encode(MEDIA["video"])
-        assert told.wanted[0] and told.encoded == [0, *range(2, UNITS)]
+        assert told.wanted == [False, True], "it is known, and what nobody made is not there"
+        assert [unit for unit in range(UNITS) if unit not in told.encoded] == before.encoded
+        assert told.usage == before.usage
+
+
+async def test_a_part_is_told_whether_or_not_the_medium_is_known_and_leaves_no_memory_of_it() -> None:
+    go = epb.EncodeGo(units=[pb.UnitRange(first=1, count=2)], part=True)
+    async with running() as service:
+        for known in (False, True):
+            async with fresh(service) as encoder:
+                told = await encoder.encode(MEDIA["video"], go=go)
+                assert sorted(told.keys) == [1, 2] and told.encoded == ([] if known else [1, 2])
+                assert told.end is not None and not told.end.HasField("usage")
+                assert told.wanted[0] is not known and encoder.servicer.memo.hits == known
+            if not known:
+                await first(service, MEDIA["video"])
+        async with fresh(service) as encoder:
+            told = await encoder.encode(MEDIA["video"], go=epb.EncodeGo(part=True, none=True))
+            assert told.end is not None and not told.ready and not told.chunks
 
 
 async def test_a_medium_that_was_not_decoded_to_its_end_is_not_remembered() -> None:

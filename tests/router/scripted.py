@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from chiasm.errors import Unavailable
@@ -13,6 +13,8 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 from router.coordinator import INITIAL_CREDIT, Coordinator
 from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Served, Worker
 from router.media import Inline
+from router.spread import Spread
+from router.work import WHOLE
 from tests.asking import Answer, note
 
 Meddle = Callable[[int, "epb.EncodeResponse | dpb.DecodeResponse"], "bool | Awaitable[None]"]
@@ -106,17 +108,29 @@ class MeddledDecoder:
 class MeddledFleet:
     """`Fleet` of a service's two workers, each through a meddler.
 
+    Args:
+        others: meddlers of further encoders, by rank from 1; all of them are the service's one.
+
     Attributes:
         lost_workers: in the order in which they were lost.
         given: every worker in the order in which they were asked for, each a life of its own.
     """
 
-    def __init__(self, service: LocalService, *, encoder: Meddle = untouched, decoder: Meddle = untouched) -> None:
+    def __init__(
+        self,
+        service: LocalService,
+        *,
+        encoder: Meddle = untouched,
+        decoder: Meddle = untouched,
+        others: Sequence[Meddle] = (),
+    ) -> None:
         self.inner = service.router.fleet
         self.served: Served = self.inner.models()[service.name]
         self._meddle_encoder = encoder
         self._meddle_decoder = decoder
+        self._meddle_others = others
         self.encoders: MeddledEncoder | None = None
+        self.others: dict[int, MeddledEncoder] = {}
         self.decoders: MeddledDecoder | None = None
         self.lost_workers: list[object] = []
         self.given: list[EncoderWorker | DecoderWorker] = []
@@ -134,10 +148,16 @@ class MeddledFleet:
         self.given.append(given)
         return given
 
-    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
+    def count_encoders(self, model: Served, decoder: DecoderWorker) -> int:
+        return 1 + len(self._meddle_others)
+
+    async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
         worker = await self.inner.encoder(model, decoder, hint=hint)
-        self.encoders = self.encoders or MeddledEncoder(worker.calls, self._meddle_encoder)
-        given = Worker[EncoderCalls](worker.replica_id, self.encoders)
+        if rank:
+            calls = self.others.setdefault(rank, MeddledEncoder(worker.calls, self._meddle_others[rank - 1]))
+        else:
+            calls = self.encoders = self.encoders or MeddledEncoder(worker.calls, self._meddle_encoder)
+        given = Worker[EncoderCalls](worker.replica_id, calls)
         self.given.append(given)
         return given
 
@@ -151,11 +171,21 @@ async def answer(
     *,
     deadline: float | None = None,
     credit: int = INITIAL_CREDIT,
+    spread: Spread = WHOLE,
 ) -> Answer:
     """The whole answer, whichever attempt it came from."""
     got = Answer()
     sources = [Inline(medium) for medium in request.media]
-    work = Coordinator(request, sources, fleet, fleet.served, tenant_root=bytes(32), deadline=deadline, credit=credit)
+    work = Coordinator(
+        request,
+        sources,
+        fleet,
+        fleet.served,
+        tenant_root=bytes(32),
+        deadline=deadline,
+        credit=credit,
+        spread=spread,
+    )
     async with aclosing(work.run()) as events:
         async for event in events:
             if event.HasField("started"):

@@ -32,8 +32,10 @@ ARENA = bytes(16)
 class Encoder(encoder_pb2_grpc.EncoderServicer):
     """Says who it is."""
 
-    def __init__(self, fingerprint: bytes = PRINT, arena: bytes = ARENA, model: str = "m") -> None:
-        self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena)
+    def __init__(
+        self, fingerprint: bytes = PRINT, arena: bytes = ARENA, model: str = "m", shared: bytes | None = None
+    ) -> None:
+        self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena, shared_store_id=shared)
         self.models = [epb.EncoderModel(name=model, fingerprint=fingerprint)]
         self.draining = False
 
@@ -44,8 +46,15 @@ class Encoder(encoder_pb2_grpc.EncoderServicer):
 class Decoder(decoder_pb2_grpc.DecoderServicer):
     """Says who it is, and how busy."""
 
-    def __init__(self, fingerprint: bytes = PRINT, arena: bytes = ARENA, model: str = "m", running: int = 0) -> None:
-        self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena)
+    def __init__(
+        self,
+        fingerprint: bytes = PRINT,
+        arena: bytes = ARENA,
+        model: str = "m",
+        running: int = 0,
+        shared: bytes | None = None,
+    ) -> None:
+        self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena, shared_store_id=shared)
         self.models = [dpb.DecoderModel(name=model, fingerprint=fingerprint, family="f", context_limit=7, layers=3)]
         self.load = pb.Load(running=running)
 
@@ -112,6 +121,46 @@ async def test_entries_stay_within_reach_of_their_decoder() -> None:
         for i in range(20):
             decoder = await fleet.decoder(model)
             assert (await fleet.encoder(model, decoder, hint=bytes([i]))).reach == decoder.reach
+
+
+async def test_nodes_that_share_a_store_reach_each_other_and_the_own_node_is_preferred() -> None:
+    near, far, shared = bytes([1] * 16), bytes([2] * 16), bytes([9] * 16)
+    async with AsyncExitStack() as stack:
+
+        async def encoder(arena: bytes, shared: bytes | None) -> str:
+            return await stack.enter_async_context(serving(Encoder(arena=arena, shared=shared)))
+
+        d = await stack.enter_async_context(serving(Decoder(arena=near, shared=shared)))
+        there = await encoder(far, shared)
+        stranger = await encoder(far, bytes([8] * 16))
+        alone = await encoder(far, None)
+        fleet = await stack.enter_async_context(fleet_of([there, stranger, alone], [d]))
+        model = await known(fleet)
+        await until(lambda: len([*fleet.workers()]) == 4)
+        decoder = await fleet.decoder(model)
+        assert fleet.count_encoders(model, decoder) == 1
+        chosen = await fleet.encoder(model, decoder, hint=b"")
+        assert chosen.reach.arena == far and chosen.reach.shared == shared
+
+        here = await encoder(near, shared)
+        both = await stack.enter_async_context(fleet_of([there, here], [d]))
+        await until(lambda: len([*both.workers()]) == 3)
+        decoder = await both.decoder(await known(both))
+        for i in range(20):
+            assert (await both.encoder(model, decoder, hint=bytes([i]))).reach.arena == near
+
+
+async def test_ranks_go_around_the_encoders_in_the_order_that_a_hint_prefers() -> None:
+    async with AsyncExitStack() as stack:
+        e = [await stack.enter_async_context(serving(Encoder())) for _ in range(3)]
+        d = await stack.enter_async_context(serving(Decoder()))
+        fleet = await stack.enter_async_context(fleet_of(e, [d]))
+        model = await known(fleet)
+        await until(lambda: len([*fleet.workers()]) == 4)
+        decoder = await fleet.decoder(model)
+        assert fleet.count_encoders(model, decoder) == 3
+        ranked = [(await fleet.encoder(model, decoder, hint=b"a", rank=rank)).replica_id for rank in range(4)]
+        assert len(set(ranked[:3])) == 3 and ranked[3] == ranked[0]
 
 
 async def test_equal_media_meet_at_one_encoder_and_others_spread() -> None:
@@ -190,7 +239,9 @@ async def test_a_worker_that_is_back_is_another_one_and_whoever_waits_gets_it(tm
         fleet.lost(before)
         assert not fleet.models()["m"].ready, "a worker that was lost is not chosen before it has answered"
         with pytest.raises(ConnectionFailed):
-            await before.calls.reach()
+            while True:  # a connection that has just broken takes a moment to be known as such
+                await before.calls.reach()
+                await asyncio.sleep(0.01)
         waiting = asyncio.create_task(fleet.encoder(model, decoder, hint=b""))
         async with serving(Encoder(), address):
             after = await waiting

@@ -253,9 +253,14 @@ class EncodeGo(_message.Message):
 
     UNITS_FIELD_NUMBER: _builtins.int
     AFRESH_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     NONE_FIELD_NUMBER: _builtins.int
     afresh: _builtins.bool
     """Encodes them anew, whatever the store seems to hold: the decoder found their entries wanting. Default: false."""
+    part: _builtins.bool
+    """Leaves the rest of the medium to other calls: nothing is decoded behind the last unit wanted, and `end` says nothing of
+    the medium. Default: false.
+    """
     none: _builtins.bool
     """Wants no unit, only the end: the decoder holds them all, or they were announced before. `units` is then empty.
     Default: false.
@@ -269,11 +274,12 @@ class EncodeGo(_message.Message):
         *,
         units: _abc.Iterable[_common_pb2.UnitRange] | None = ...,
         afresh: _builtins.bool = ...,
+        part: _builtins.bool = ...,
         none: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "none", b"none", "units", b"units"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "none", b"none", "part", b"part", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
