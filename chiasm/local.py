@@ -150,7 +150,7 @@ class LocalService:
 
     Attributes:
         name: what the model is called.
-        encoder, decoder, store: for those who look inside, tests above all.
+        encoder, decoder, store, memo: for those who look inside, tests above all.
     """
 
     def __init__(self, model: Model, settings: LocalSettings, *, asked: str | None = None) -> None:
@@ -195,6 +195,7 @@ class LocalService:
             limits=limits,
             me=replica(device=settings.device),
         )
+        self.memo = encoder.memo
         decoder = DecoderServicer(self.decoder, name=model.name, family=family, me=replica(device=settings.device))
         served = Served(
             name=model.name,

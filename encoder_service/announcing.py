@@ -7,9 +7,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from types import TracebackType
 from typing import NamedTuple
 
 from chiasm.cache import wire
+from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import Lease
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -31,7 +33,8 @@ class _Flying(NamedTuple):
 
 
 class Announcing:
-    """Announces the units of one medium. One side starts them and ends, another tells them.
+    """Announces the units of one medium, as a block: one that fails gives up what is on its way, and every pin. One
+    side starts units and ends, another tells them.
 
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
@@ -40,6 +43,7 @@ class Announcing:
 
     Attributes:
         cached: units told so far that were in the store already.
+        keys: of the entries of the units told or named so far.
     """
 
     def __init__(
@@ -64,8 +68,18 @@ class Announcing:
         self._changed = asyncio.Condition()
         self._ended = False
         self._error: Exception | None = None
-        self._told: list[tuple[bytes, bytes]] = []  # key and lease of each entry told
+        self._told: list[tuple[EntryKey, bytes]] = []  # key and lease of each entry told
         self.cached = 0
+        self.keys: dict[int, EntryKey] = {}
+
+    async def __aenter__(self) -> Announcing:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            await self._abandon()
 
     async def start(self, number: int, frame: Rgb) -> None:
         """Sends a decoded frame, unit `number` of its medium, on its way. Waits while too many are under way."""
@@ -112,14 +126,28 @@ class Announcing:
             async with self._changed:
                 self._flying.popleft()
                 self._changed.notify_all()
-            self.cached += announced.cached
-            self._told.append((announced.contract.key, lease.id))
-            entry = wire.announce(announced.contract, announced.place)
-            entry.lease.lease_id = lease.id
-            entry.lease.expire_time.FromNanoseconds(int((time.time() + lease.seconds) * 1e9))
-            yield epb.EncodeReady(unit=number, entry=entry, cached=announced.cached)
+            yield self._tell(number, announced, lease)
 
-    async def abandon(self) -> None:
+    async def name(self, number: int, frame: Rgb) -> None:
+        """Finds out which entry unit `number` would have, and makes none."""
+        self.keys[number] = (await self._engine.prepare(frame, self._plan, root=self._root)).key
+
+    async def find(self, number: int, key: EntryKey) -> epb.EncodeReady | None:
+        """Tells unit `number`, whose entry has that key, if it is in the store."""
+        lease = Lease.of(self._seconds)
+        announced = await self._engine.known(self._engine.contract(key, self._plan.grid), lease)
+        return None if announced is None else self._tell(number, announced, lease)
+
+    def _tell(self, number: int, announced: Announced, lease: Lease) -> epb.EncodeReady:
+        self.cached += announced.cached
+        self.keys[number] = announced.contract.key
+        self._told.append((announced.contract.key, lease.id))
+        entry = wire.announce(announced.contract, announced.place)
+        entry.lease.lease_id = lease.id
+        entry.lease.expire_time.FromNanoseconds(int((time.time() + lease.seconds) * 1e9))
+        return epb.EncodeReady(unit=number, entry=entry, cached=announced.cached)
+
+    async def _abandon(self) -> None:
         """The caller has left before the end: nothing more is encoded for it, and no pin of it is kept."""
         for flying in self._flying:
             flying.task.cancel()

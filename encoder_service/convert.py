@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chiasm.errors import InvalidRequest
 from chiasm.media.sample import SamplingOptions, eligible, seconds_covered
-from chiasm.media.types import Kind, Probed, RawFrame
-from chiasm.models.family import MediumFacts
+from chiasm.media.types import Decoded, Kind, Probed, RawFrame
+from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -80,6 +82,67 @@ def probe(probed: Probed, options: SamplingOptions, kind: pb.MediaKind.ValueType
         covered = seconds_covered(probed.frame_offsets, probed.duration, options)
         message.eligible_duration.CopyFrom(to_duration(covered))
     return message
+
+
+def sized(
+    plan: MediumPlan,
+    indices: Sequence[int],
+    offsets: Sequence[float],
+    *,
+    revision: int,
+    bytes_per_token: int,
+    final: bool = False,
+) -> epb.EncodeSized:
+    """The units that the frames at `indices` become.
+
+    Args:
+        offsets: seconds of every frame of the file.
+    """
+    grid = pb.Grid(t=1, h=plan.grid[0], w=plan.grid[1])
+    units = [
+        pb.Unit(
+            index=number,
+            grid=grid,
+            tokens=plan.tokens,
+            frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(offsets[i]))],
+        )
+        for number, i in enumerate(indices)
+    ]
+    return epb.EncodeSized(
+        revision=revision,
+        final=final,
+        units=units,
+        resized_size=pb.Size(height=plan.height, width=plan.width),
+        bytes_per_token=bytes_per_token,
+    )
+
+
+def usage(
+    plan: MediumPlan, indices: Sequence[int], probed: Probed, decoded: Decoded, kind: pb.MediaKind.ValueType
+) -> pb.MediaUsage:
+    """What became of a medium, but for its slot and what of it was cached."""
+    altered = [*(["upscaled"] if plan.upscaled else []), *(["truncated"] if decoded.truncated else [])]
+    return pb.MediaUsage(
+        kind=kind,
+        format=probed.found,
+        frames_in_file=max(probed.frames_in_file, len(probed.frame_offsets)),
+        frames_decoded=decoded.frames,
+        frames_used=len(indices),
+        grid=pb.Grid(t=len(indices), h=plan.grid[0], w=plan.grid[1]),
+        tokens=plan.tokens * len(indices),
+        source_size=pb.Size(height=probed.height, width=probed.width),
+        resized_size=pb.Size(height=plan.height, width=plan.width),
+        frame_offsets=[to_duration(probed.frame_offsets[i]) for i in indices] if plan.kind == "video" else [],
+        flags=list(dict.fromkeys([*probed.flags, *decoded.flags, *altered])),
+        units=len(indices),
+    )
+
+
+def wants(go: epb.EncodeGo, unit: int) -> bool:
+    """Whether a unit's entry is wanted."""
+    if go.none:
+        return False
+    return not go.units or any(run.first <= unit < run.first + run.count for run in go.units)
 
 
 def sibling_facts(sibling: epb.Sibling) -> MediumFacts:

@@ -89,6 +89,7 @@ class EncoderEngine:
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
         self.half = half
+        self.workers_secret = workers_secret
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
         self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
@@ -187,9 +188,13 @@ class EncoderEngine:
             raise
 
     async def known(self, contract: Contract, lease: Lease) -> Announced | None:
-        """An entry that the store has, pinned while `lease` lasts. Here, and nowhere else, the store is asked."""
+        """An entry that the store has, pinned while `lease` lasts. None, and nothing is pinned, if there is none under
+        that key, or another than this engine makes. Here, and nowhere else, the store is asked."""
         pinned = await self.store.pin(contract.key, lease)
-        if pinned is None or Contract.unpack(pinned.header) != contract:
+        if pinned is None:
+            return None
+        if Contract.unpack(pinned.header) != contract:
+            await self.store.release(contract.key, lease.id)
             return None
         self.counts.cached_units += 1
         return Announced(contract, pinned.place, cached=True)

@@ -92,6 +92,10 @@ class Inbox:
         await self._until(lambda: self._credit > 0)
         self._credit -= count
 
+    def give_back(self, count: int) -> None:
+        """Takes back a `spend`: nothing came of it."""
+        self._credit += count
+
     async def ended(self) -> None:
         """Waits until the caller has ended its side: it needs nothing more, and every entry announced is attached.
 

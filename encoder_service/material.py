@@ -6,20 +6,25 @@ of a list each frame is, and nothing of it is kept behind it. It knows no model 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from chiasm.errors import InvalidRequest
 from chiasm.media.listed import Listed
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Frame, Kind, MediaSource, Probed, RawFrame
+from chiasm.rpc.medium import LARGE, digest_of_parts, medium_digest, part_digest
+from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from encoder_service import convert
 from encoder_service.inbox import Inbox
 from encoder_service.quarantine import POISON, Quarantine
+
+_PICTURE: Final = pb.MediaHeader(kind=pb.MEDIA_KIND_IMAGE)
 
 Aside: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 """Entered while bytes are waited for, which may take as long as their sender likes."""
@@ -38,6 +43,8 @@ class Material(ABC):
     def __init__(self, opened: epb.EncodeOpen, inbox: Inbox, sandbox: Sandbox, quarantine: Quarantine) -> None:
         self.fetching = 0.0
         self.decoding = 0.0
+        self._header = opened.media
+        self._told = opened.file_digest if opened.HasField("file_digest") else None
         self._tenant = opened.tenant_root
         self._item = opened.item
         self._inbox = inbox
@@ -51,6 +58,16 @@ class Material(ABC):
         if opened.media.HasField("frames"):
             return _List(kind, opened, inbox, sandbox, quarantine)
         return _File(kind, opened, inbox, sandbox, quarantine)
+
+    def check(self) -> None:
+        """Raises InvalidRequest POISON_INPUT for a medium that is remembered as such, where its digest is told."""
+        if self._told is not None:
+            self._quarantine.check(self._tenant, self._told)
+
+    @property
+    @abstractmethod
+    def digest(self) -> bytes:
+        """Of all that it is (`chiasm.rpc.medium`), once it was decoded to its end."""
 
     @abstractmethod
     async def probe(self) -> Probed:
@@ -77,14 +94,15 @@ class Material(ABC):
             self.fetching += time.monotonic() - began
 
     @contextmanager
-    def _opening(self, kind: Kind, data: bytes) -> Iterator[None]:
-        """Around whatever opens a file, or a picture of a list."""
-        self._quarantine.check(self._tenant, kind, data)
+    def _opening(self, digest: bytes) -> Iterator[None]:
+        """Around whatever opens a file, or a picture of a list, of that digest."""
+        self._quarantine.check(self._tenant, digest)
         try:
             yield
         except InvalidRequest as error:
             if error.reason == POISON:
-                self._quarantine.remember(self._tenant, kind, data)
+                for poison in {digest, self._told or digest}:
+                    self._quarantine.remember(self._tenant, poison)
             raise
 
 
@@ -96,11 +114,17 @@ class _File(Material):
         self._kind = kind
         self._mime = opened.media.mime_type or None
         self._data: bytes | None = None
+        self._digest = b""
         self._probed: Probed | None = None
+
+    @property
+    def digest(self) -> bytes:
+        assert self._data is not None, "its bytes have come"
+        return self._digest
 
     async def probe(self) -> Probed:
         source = await self._source()
-        with self._opening(source.kind, source.data):
+        with self._opening(self._digest):
             self._probed = await self._sandbox.probe(source, item=self._item)
         return self._probed
 
@@ -111,7 +135,7 @@ class _File(Material):
 
     async def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
         source = await self._source(aside)
-        with self._opening(source.kind, source.data):
+        with self._opening(self._digest):
             async with aclosing(self._sandbox.decode(source, indices, item=self._item)) as frames:
                 began = time.monotonic()
                 async for frame in frames:
@@ -121,7 +145,12 @@ class _File(Material):
 
     async def _source(self, aside: Aside = nullcontext) -> MediaSource:
         if self._data is None:
-            self._data = await self._next(aside)
+            data = await self._next(aside)
+            if len(data) > LARGE:
+                self._digest = await asyncio.to_thread(medium_digest, self._header, [data])
+            else:
+                self._digest = medium_digest(self._header, [data])
+            self._data = data
         return MediaSource(self._kind, self._data, self._mime)
 
 
@@ -134,9 +163,14 @@ class _List(Material):
         offsets = convert.offsets_of(opened.media.frames)
         self._listed = Listed(sandbox, kind, len(self._headers), offsets, item=self._item)
         self._first: bytes | RawFrame | None = None
+        self._parts: list[bytes] = []  # digests of the frames that came
+
+    @property
+    def digest(self) -> bytes:
+        return digest_of_parts(self._header, self._parts)
 
     async def probe(self) -> Probed:
-        first = self._first = convert.frame_of(self._headers[0], await self._next())
+        first = self._first = await self._come()
         with self._opening_frame(first):
             return await self._listed.probe(first)
 
@@ -148,8 +182,8 @@ class _List(Material):
         wanted = frozenset(indices)
         if self._first is None:
             await self.probe()
-        for number, header in enumerate(self._headers):
-            frame = self._first if number == 0 else convert.frame_of(header, await self._next(aside))
+        for number in range(len(self._headers)):
+            frame = self._first if number == 0 else await self._come(aside)
             assert frame is not None, "the first frame was probed, and a list is decoded once"
             self._first = None
             began = time.monotonic()
@@ -161,7 +195,14 @@ class _List(Material):
                 yield opened
         yield self._listed.decoded
 
+    async def _come(self, aside: Aside = nullcontext) -> bytes | RawFrame:
+        """The next frame."""
+        data = await self._next(aside)
+        header = self._headers[len(self._parts)]
+        self._parts.append(part_digest(data))
+        return convert.frame_of(header, data)
+
     @contextmanager
     def _opening_frame(self, frame: bytes | RawFrame) -> Iterator[None]:
-        with nullcontext() if isinstance(frame, RawFrame) else self._opening("image", frame):
+        with nullcontext() if isinstance(frame, RawFrame) else self._opening(medium_digest(_PICTURE, [frame])):
             yield  # raw pixels kill no decoder

@@ -31,6 +31,13 @@ def collector(servicer: EncoderServicer) -> Collecting:
         asked = known + counts.encoded_units
         yield families.counter("mm_cache_queries", "Units that were looked for before they were encoded.", asked)
         yield families.counter("mm_cache_hits", "Units that were there, or on their way.", known)
+        memo = servicer.memo
+        yield families.counter(
+            "encoder_memo_queries", "Media that were looked for before they were opened.", memo.hits + memo.misses
+        )
+        yield families.counter("encoder_memo_hits", "Media that were known, whose units were told by key.", memo.hits)
+        yield families.counter("encoder_memo_rejections", "Records of media that were not believed.", memo.rejected)
+        yield families.counter("encoder_media_spared_bytes", "Bytes of media that needed not be sent.", memo.spared)
         held = servicer.engine.store.stats()
         yield families.gauge("encoder_cache_entries", "Entries that the store holds.", held.entries)
         yield families.gauge("encoder_cache_size_bytes", "Bytes of the entries that the store holds.", held.bytes)

@@ -1,39 +1,36 @@
-"""`Encoder` on the wire: the life of one `Encode` call, from bytes to announced entries.
+"""`Encoder` on the wire: who it is, what it refuses, and the frame of one `Encode` call.
 
-open and bytes → probed → siblings → sized → go → decoded frame by frame → entries announced → end. The frames of a list
-may come all along the way. A medium at fault ends the call with `failed`, which names it; only the worker's own faults
-fail the call itself.
+open and bytes → probed → siblings → sized → go → entries announced → end (`encoder_service.encoding`). The frames of a
+list may come all along the way. A medium at fault ends the call with `failed`, which names it; only the worker's own
+faults fail the call itself.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
-from chiasm.media.sample import pick
 from chiasm.media.sandbox import Sandbox
-from chiasm.media.types import Decoded, Limits
-from chiasm.models.family import MediumFacts, MediumPlan
+from chiasm.media.types import Limits
 from chiasm.rpc.line import line
+from chiasm.rpc.medium import DIGEST_BYTES
 from chiasm.rpc.replica import replica
 from chiasm.rpc.status import to_status
-from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.rpc.times import to_duration
 from chiasm.rpc.turns import Turn, Turns
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import encoder_pb2_grpc
-from encoder_service import convert
-from encoder_service.announcing import Announcing
+from encoder_service.encoding import Encoding
 from encoder_service.engine import EncoderEngine
 from encoder_service.inbox import Inbox
 from encoder_service.material import Material
+from encoder_service.memo import Memo
 from encoder_service.quarantine import Quarantine
 
 _log = logging.getLogger(__name__)
@@ -75,6 +72,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         self.rejections: Counter[str] = Counter()
         """Calls refused for now, by reason."""
         self.quarantine = Quarantine()
+        self.memo = Memo(engine.store, identity=engine.identity_digest, workers_secret=engine.workers_secret)
         self._family = family
         self._form = wire.form_code(engine.identity.form)
         self._me = me or replica(device="cpu")
@@ -131,7 +129,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             told |= {"request": opened.request_id.hex(), "attempt": opened.attempt, "slot": opened.slot}
             self._check(opened)
             try:
-                async with aclosing(_Encoding(self, opened, inbox, turn).run()) as responses:
+                material = Material.of(opened, inbox, self.sandbox, self.quarantine)
+                encoding = Encoding(self.engine, self.memo, material, opened, inbox, turn, lease=self.lease)
+                async with aclosing(encoding.run()) as responses:
                     async for response in responses:
                         if response.HasField("end"):
                             used = response.end.usage
@@ -149,6 +149,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             raise Unsupported("FINGERPRINT_MISMATCH", "this worker serves another model")
         if len(opened.tenant_root) != 32:
             raise InvalidRequest("FIELD_MISSING", "tenant_root is missing", facts={"field": "tenant_root"})
+        if opened.HasField("file_digest") and len(opened.file_digest) != DIGEST_BYTES:
+            raise InvalidRequest.out_of_range("file_digest", len(opened.file_digest), f"{DIGEST_BYTES} bytes")
         frames = len(opened.media.frames.frames)
         if frames > self.limits.max_listed_frames:
             raise InvalidRequest(
@@ -165,153 +167,3 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             raise Unsupported(
                 "FEATURE_DISABLED", "this worker announces another form of entry", facts={"field": "form"}
             )
-
-
-class _Encoding:
-    """One medium on its way. Yields what the caller is told, in order."""
-
-    def __init__(self, servicer: EncoderServicer, opened: epb.EncodeOpen, inbox: Inbox, turn: Turn) -> None:
-        self._s = servicer
-        self._turn = turn
-        self._open = opened
-        self._inbox = inbox
-        self._material = Material.of(opened, inbox, servicer.sandbox, servicer.quarantine)
-        self._revision = 0
-
-    async def run(self) -> AsyncGenerator[epb.EncodeResponse, None]:
-        """From opening to end."""
-        opened = self._open
-        listed = opened.media.HasField("frames") and convert.kind_of(opened.media.kind) == "video"
-        options = convert.sampling_options(opened.sampling, every_frame=listed)
-        probed = await self._material.probe()
-        MediumFacts.of(probed, options)  # refuses options that this medium cannot satisfy
-        found = convert.probe(probed, options, opened.media.kind)
-        yield epb.EncodeResponse(probed=epb.EncodeProbed(probe=found, bytes_wanted=True))
-        siblings = (await self._inbox.siblings()).siblings
-        plan = self._plan(siblings)
-        indices = pick(probed.frame_offsets, options, plan.units)
-        yield self._sized(plan, indices, final=False)
-        go = await self._inbox.go()
-        await self._turn.begin()
-        async with aclosing(self._units(plan, indices, go)) as responses:
-            async for response in responses:
-                yield response
-
-    def _plan(self, siblings: Sequence[epb.Sibling]) -> MediumPlan:
-        """This medium's share, from the same numbers that every sibling's call uses.
-
-        Raises InvalidRequest MEDIA_TOO_LARGE for units that could never be encoded here.
-        """
-        slots = [sibling.slot for sibling in siblings]
-        if self._open.slot not in slots:
-            raise InvalidRequest("FIELD_MISSING", "the siblings leave this medium out", facts={"slot": self._open.slot})
-        plans = self._s.engine.processor.size([convert.sibling_facts(sibling) for sibling in siblings])
-        plan = plans[slots.index(self._open.slot)]
-        self._s.engine.check(plan.grid)
-        return plan
-
-    async def _units(
-        self, plan: MediumPlan, indices: Sequence[int], go: epb.EncodeGo
-    ) -> AsyncGenerator[epb.EncodeResponse, None]:
-        """Announces units as they are done, while others are decoded and encoded."""
-        seconds = to_seconds(self._open.lease) or self._s.lease
-        root = self._open.tenant_root
-        share = self._s.engine.share(root, key=self._open.fairness_key.encode(), priority=self._open.priority)
-        announcing = Announcing(self._s.engine, plan, root=root, seconds=seconds, afresh=go.afresh, share=share)
-        began, fetched = time.monotonic(), self._material.fetching
-        feeding = asyncio.create_task(self._feed(announcing, plan, indices, go))
-        try:
-            async for ready in announcing.ready():
-                yield epb.EncodeResponse(ready=ready)
-            came, decoded = await feeding
-            if decoded is not None:
-                yield self._sized(plan, came, final=True)
-            self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile
-            usage = None if decoded is None else self._usage(plan, came, decoded, announcing.cached)
-            fetching, decoding = self._material.fetching, self._material.decoding
-            encoding = time.monotonic() - began - decoding - (fetching - fetched)
-            times = pb.StageTimes(
-                fetch=to_duration(fetching), decode_media=to_duration(decoding), encode=to_duration(max(encoding, 0.0))
-            )
-            yield epb.EncodeResponse(end=epb.EncodeEnd(usage=usage, times=times))
-            await self._inbox.ended()
-        except BaseException:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
-            await announcing.abandon()
-            raise
-
-    async def _feed(
-        self, announcing: Announcing, plan: MediumPlan, indices: Sequence[int], go: epb.EncodeGo
-    ) -> tuple[list[int], Decoded | None]:
-        """Starts a unit for each frame as it comes. Returns which frames came, and how they ended; a part of a medium
-        has no end.
-
-        Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last
-        `sized` says which frames they are.
-        """
-        wanted = [range(run.first, run.first + run.count) for run in go.units]
-        enough = max((run.stop for run in wanted), default=None) if go.part else None
-        came: list[int] = []
-        try:
-            async with aclosing(self._material.decode(indices, self._turn.aside)) as frames:
-                async for frame in frames:
-                    if isinstance(frame, Decoded):
-                        await announcing.end()
-                        return came, frame
-                    came.append(frame.index)
-                    if wanted and not any(len(came) - 1 in run for run in wanted):
-                        continue
-                    await self._inbox.spend(plan.tokens * self._s.engine.bytes_per_token)
-                    await announcing.start(len(came) - 1, frame.rgb)
-                    del frame  # it is as large as the picture, and the next may be long in coming
-                    await announcing.resized()
-                    if len(came) == enough:
-                        await announcing.end()
-                        return came, None
-            raise AssertionError("a decoding ends with its count")
-        except Exception as error:
-            await announcing.end(error)
-            raise
-
-    def _sized(self, plan: MediumPlan, indices: Sequence[int], *, final: bool) -> epb.EncodeResponse:
-        offsets = self._material.probed.frame_offsets
-        self._revision += 1
-        grid = pb.Grid(t=1, h=plan.grid[0], w=plan.grid[1])
-        units = [
-            pb.Unit(
-                index=number,
-                grid=grid,
-                tokens=plan.tokens,
-                frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(offsets[i]))],
-            )
-            for number, i in enumerate(indices)
-        ]
-        sized = epb.EncodeSized(
-            revision=self._revision,
-            final=final,
-            units=units,
-            resized_size=pb.Size(height=plan.height, width=plan.width),
-            bytes_per_token=self._s.engine.bytes_per_token,
-        )
-        return epb.EncodeResponse(sized=sized)
-
-    def _usage(self, plan: MediumPlan, indices: Sequence[int], decoded: Decoded, cached: int) -> pb.MediaUsage:
-        probed = self._material.probed
-        altered = [*(["upscaled"] if plan.upscaled else []), *(["truncated"] if decoded.truncated else [])]
-        return pb.MediaUsage(
-            slot=self._open.slot,
-            kind=self._open.media.kind,
-            format=probed.found,
-            frames_in_file=max(probed.frames_in_file, len(probed.frame_offsets)),
-            frames_decoded=decoded.frames,
-            frames_used=len(indices),
-            grid=pb.Grid(t=len(indices), h=plan.grid[0], w=plan.grid[1]),
-            tokens=plan.tokens * len(indices),
-            source_size=pb.Size(height=probed.height, width=probed.width),
-            resized_size=pb.Size(height=plan.height, width=plan.width),
-            frame_offsets=[to_duration(probed.frame_offsets[i]) for i in indices] if plan.kind == "video" else [],
-            flags=list(dict.fromkeys([*probed.flags, *decoded.flags, *altered])),
-            units=len(indices),
-            units_cached=cached,
-        )

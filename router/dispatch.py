@@ -52,13 +52,15 @@ class Dispatch:
 
     Args:
         opened: what it begins with.
-        source: the bytes that follow, as they come. Those of a list are sent while they are of use: until it is known
-            what it is, and again when entries may be made and there is credit for them.
+        source: the bytes that follow: at once, or where `opened` names their digest when the encoder wants them, as it
+            may do late or never. Those of a list are sent while they are of use: until it is known what it is, and
+            again when entries may be made and there is credit for them.
 
     Attributes:
         pinned: bytes of each entry that this call announced and that is not attached yet.
         ended: the encoder has announced everything.
         units: how many the medium becomes, as the encoder said last.
+        sending: the bytes are sent, or will be.
     """
 
     def __init__(self, opened: epb.EncodeOpen, source: Source) -> None:
@@ -66,13 +68,17 @@ class Dispatch:
         self._source = source
         self._outbox: Outbox[epb.EncodeRequest] = Outbox()
         self._outbox.put(epb.EncodeRequest(open=opened))
-        self._probed = False
+        self._wanted = asyncio.Event()
+        self._known = False  # what the medium is, as far as its bytes tell
         self._gone = False
         self._of_use = asyncio.Event()
         self._of_use.set()
         self.pinned: dict[int, int] = {}
         self.ended = False
         self.units = 0
+        self.sending = False
+        if not opened.HasField("file_digest"):
+            self._send()
 
     def siblings(self, siblings: epb.EncodeSiblings) -> None:
         self._outbox.put(epb.EncodeRequest(siblings=siblings))
@@ -111,8 +117,10 @@ class Dispatch:
                 async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
                     async for response in responses:
                         which = response.WhichOneof("message")
-                        if which == "probed":
-                            self._probed = True
+                        if which == "probed" and response.probed.bytes_wanted and not self.sending:
+                            self._send()
+                        elif which in ("probed", "sized"):
+                            self._known = True
                         elif which == "ready":
                             self.pinned[response.ready.unit] = response.ready.entry.byte_length
                         elif which == "failed":
@@ -126,6 +134,11 @@ class Dispatch:
                 feeding.cancel()
                 await asyncio.gather(feeding, return_exceptions=True)
 
+    def _send(self) -> None:
+        self.sending = True
+        self._known = False
+        self._wanted.set()
+
     def _settle(self) -> None:
         if not self.pinned:
             self._outbox.end()
@@ -133,13 +146,14 @@ class Dispatch:
     def _pace(self) -> None:
         """An encoder that waits for something else than bytes would only have to hold them."""
         can_encode = self._gone and sum(self.pinned.values()) < self._opened.initial_credit
-        if can_encode or not self._probed:
+        if can_encode or not self._known:
             self._of_use.set()
         else:
             self._of_use.clear()
 
     async def _feed(self) -> None:
         listed = self._source.header.HasField("frames")
+        await self._wanted.wait()
         try:
             async for chunk in self._source.chunks():
                 if listed:

@@ -34,7 +34,7 @@ EXECUTIONS: Final = 2
 class Request(Protocol):
     """What a medium needs to know of its request."""
 
-    def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+    async def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
         """How the medium's call begins."""
         ...
 
@@ -102,6 +102,7 @@ class Encoding:
         self._calls: list[Dispatch] = []
         self._first: Dispatch | None = None  # the one for the whole medium, which waits for go
         self._missing: set[int] = set()
+        self._doubted: set[int] = set()  # of those: whose entries were found wanting
         self._again: asyncio.Task[None] | None = None
 
     # -- what the request tells it -----------------------------------------------------------------------------------
@@ -116,8 +117,7 @@ class Encoding:
         earlier decoder held and this one does not are made too."""
         before, self.held = self.held, set(held)
         if self._gone:
-            for unit in sorted(before - self.held - self.announced.keys()):
-                self.missing(unit)
+            self._bring(before - self.held - self.announced.keys())
             return
         self._gone = True
         self._spread()
@@ -146,9 +146,13 @@ class Encoding:
         """A unit's entry could not be used: it is encoded again, together with others of this medium that go missing
         meanwhile."""
         self.attached(unit)  # what is gone pins nothing, and the first call may be waiting for its credit
-        self._missing.add(unit)
-        self.held.discard(unit)
-        if self._again is None or self._again.done():
+        self._doubted.add(unit)
+        self._bring({unit})
+
+    def _bring(self, units: set[int]) -> None:
+        self._missing |= units
+        self.held -= units
+        if self._missing and (self._again is None or self._again.done()):
             self._again = self._request.start(self._encode_again)
 
     # -- its calls ---------------------------------------------------------------------------------------------------
@@ -173,12 +177,16 @@ class Encoding:
         self._all_there([unit for unit in share if unit < count])
 
     async def _encode_again(self) -> None:
-        """Encodes the missing units, whatever the store holds. Sizes stay as they were told."""
+        """Brings the missing units: those whose entries were found wanting whatever the store holds. Sizes stay as they
+        were told."""
         while self._missing:
-            wanted, self._missing = self._missing, set()
+            doubted = self._missing & self._doubted
+            wanted = doubted or set(self._missing)
+            self._missing -= wanted
+            self._doubted -= wanted
             for unit in wanted:
                 self.announced.pop(unit, None)
-            part = _Part(partial(self._left, wanted), afresh=True)
+            part = _Part(partial(self._left, wanted), afresh=bool(doubted))
             while await self._try(part) is None:
                 pass
             self._all_there(wanted)
@@ -206,7 +214,7 @@ class Encoding:
         except InvalidRequest as error:  # an upload that broke off before its first piece
             raise error.at(self.item) from None
         self._attempt += 1
-        call = Dispatch(self._request.open(self, self._attempt), self.source)
+        call = Dispatch(await self._request.open(self, self._attempt), self.source)
         if self._siblings is not None:
             call.siblings(self._siblings)
             if part is not None:
@@ -247,7 +255,7 @@ class Encoding:
 
     def _on(self, call: Dispatch, response: epb.EncodeResponse, part: _Part | None) -> None:
         which = response.WhichOneof("message")
-        if which == "probed" and self.probe is None:
+        if which == "probed" and response.probed.HasField("probe") and self.probe is None:
             self.probe = response.probed.probe
             self._request.on_probed(self)
         elif which == "sized":
@@ -275,13 +283,11 @@ class Encoding:
         self.sized = sized
         self._request.on_sized(self)
 
-    def _wanted(self) -> list[int]:
-        """The units that the call for the whole medium is to make; none says all. Where nothing is left but the end,
-        the last unit stands for it."""
+    def _wanted(self) -> list[int] | None:
+        """The units that the call for the whole medium is to make. None for all."""
         if self.sized is None or not (self.announced or self.held or self._elsewhere):
-            return []
-        left = [unit for unit in self._units_wanted() if unit not in self._elsewhere]
-        return left or [len(self.sized.units) - 1]
+            return None
+        return [unit for unit in self._units_wanted() if unit not in self._elsewhere]
 
     def _units_wanted(self) -> list[int]:
         """The units that are neither announced yet nor held by the decoder."""
@@ -303,6 +309,6 @@ class _Part(NamedTuple):
     afresh: bool = False
 
 
-def _go(units: Iterable[int], *, afresh: bool = False, part: bool = False) -> epb.EncodeGo:
-    wanted = [pb.UnitRange(first=unit, count=1) for unit in units]
-    return epb.EncodeGo(units=wanted, afresh=afresh, part=part)
+def _go(units: Iterable[int] | None, *, afresh: bool = False, part: bool = False) -> epb.EncodeGo:
+    wanted = [pb.UnitRange(first=unit, count=1) for unit in units or ()]
+    return epb.EncodeGo(units=wanted, afresh=afresh, part=part, none=units is not None and not wanted)

@@ -3,11 +3,14 @@ be running. Whoever reads them can do so again and again, as long as the request
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from blake3 import blake3
+
 from chiasm.rpc.limits import CHUNK_BYTES
+from chiasm.rpc.medium import LARGE, medium_digest
 from chiasm.rpc.v1 import common_pb2 as pb
 
 
@@ -22,6 +25,15 @@ class Source(Protocol):
     @property
     def whole(self) -> bool:
         """Whether all of them are here."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many are here."""
+        ...
+
+    async def digest(self) -> bytes | None:
+        """Of all that the medium is (`chiasm.rpc.medium`); None while some of it is not here."""
         ...
 
     def chunks(self) -> AsyncIterator[pb.MediaChunk]:
@@ -43,6 +55,8 @@ class Inline:
 
     def __init__(self, medium: pb.Media) -> None:
         self._medium = medium
+        self._digest: bytes | None = None
+        self.size = sum(map(len, self._pieces()))
         self.header = pb.MediaHeader(kind=medium.kind, mime_type=medium.mime_type)
         if medium.WhichOneof("source") == "frames":
             self.header.frames.frames.extend(frame.header for frame in medium.frames.frames)
@@ -51,21 +65,33 @@ class Inline:
         else:
             self.header.byte_length = len(medium.data)
 
+    async def digest(self) -> bytes:
+        if self._digest is None:
+            pieces = self._pieces()
+            if self.size > LARGE:
+                self._digest = await asyncio.to_thread(medium_digest, self.header, pieces)
+            else:
+                self._digest = medium_digest(self.header, pieces)
+        return self._digest
+
     async def chunks(self) -> AsyncIterator[pb.MediaChunk]:
-        listed = self._medium.WhichOneof("source") == "frames"
-        frames = [frame.data for frame in self._medium.frames.frames] if listed else [self._medium.data]
-        for number, data in enumerate(frames):
+        pieces = self._pieces()
+        for number, data in enumerate(pieces):
             for at in range(0, max(len(data), 1), CHUNK_BYTES):
                 ends = at + CHUNK_BYTES >= len(data)
-                last = ends and number == len(frames) - 1
+                last = ends and number == len(pieces) - 1
                 yield pb.MediaChunk(frame=number, data=data[at : at + CHUNK_BYTES], last=last, ends_frame=ends)
 
     async def hint(self) -> bytes:
         return await first_piece(self)
 
+    def _pieces(self) -> list[bytes]:
+        """Copies, so not to be kept."""
+        return [frame.data for frame in self._medium.frames.frames] or [self._medium.data]
+
 
 async def first_piece(source: Source) -> bytes:
     """A digest of the first piece of a source."""
     async for chunk in source.chunks():
-        return hashlib.blake2b(chunk.data, digest_size=16).digest()
+        return blake3(chunk.data).digest()
     raise AssertionError("a medium has a last piece, which may be empty")

@@ -25,6 +25,8 @@ class Upload:
         size: bytes so far.
         kept: bytes that keeping it takes.
         readers: requests that hold it.
+        bytes_digest: BLAKE3 of all bytes, once it is whole.
+        medium_digest: of all that it is, as `digest`.
     """
 
     def __init__(self, header: pb.MediaHeader, ttl: float) -> None:
@@ -35,7 +37,9 @@ class Upload:
         self.whole = False
         self.readers = 0
         self.until = 0.0  # when it is forgotten, by the clock of its keeper, unless it is read
-        self.digest = b""
+        self.bytes_digest = b""
+        self.medium_digest = b""
+        self._hint: bytes | None = None
         self._pieces: list[pb.MediaChunk] = []
         self._error: ChiasmError | None = None
         self._grown = asyncio.Condition()
@@ -73,5 +77,10 @@ class Upload:
     def _has(self, piece: int) -> bool:
         return self._error is not None or piece < len(self._pieces)
 
+    async def digest(self) -> bytes | None:
+        return self.medium_digest if self.whole and self._error is None else None
+
     async def hint(self) -> bytes:
-        return await first_piece(self)
+        if self._hint is None:
+            self._hint = await first_piece(self)
+        return self._hint

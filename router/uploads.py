@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from blake3 import blake3
-
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound, Overloaded
 from chiasm.rpc.limits import CHUNK_BYTES, LISTED_FRAMES
+from chiasm.rpc.medium import RollingDigest
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -119,10 +118,10 @@ class Uploads:
                 self._kept.pop((tenant, handle), None)
             await upload.fail(error if isinstance(error, ChiasmError) else _protocol("broken", "the sender left"))
             raise
-        if before is not None and before.digest != upload.digest:
+        if before is not None and before.bytes_digest != upload.bytes_digest:
             raise _in_use(handle)
         kept = before or upload
-        response = rpb.UploadResponse(handle=handle, byte_length=upload.size, digest=upload.digest)
+        response = rpb.UploadResponse(handle=handle, byte_length=upload.size, digest=upload.bytes_digest)
         response.expire_time.FromNanoseconds(int((time.time() + kept.ttl) * 1e9))
         return response
 
@@ -171,7 +170,7 @@ class Uploads:
     ) -> None:
         """Takes every piece. `keep` is False for bytes that are here already and are only compared."""
         frames = max(1, len(header.media.frames.frames))
-        digest = blake3()
+        digest = RollingDigest(header.media)
         frame, frame_ended = 0, False
         end = self._clock() + self._limits.max_seconds
         while (request := await self._next(requests)) is not None:
@@ -198,10 +197,10 @@ class Uploads:
                 raise _length(header.media.byte_length, size)
             if keep:
                 self._make_room(size=len(chunk.data) + PIECE_BYTES)
-            digest.update(chunk.data)
+            digest.update(frame, chunk.data)
             if chunk.last:  # what was promised is checked before anybody takes it for whole
-                upload.digest = digest.digest()
-                _check_end(header, size, upload.digest)
+                upload.bytes_digest, upload.medium_digest = digest.of_bytes(), digest.digest()
+                _check_end(header, size, upload.bytes_digest)
             await upload.add(chunk, keep=keep)
         if not upload.whole:
             raise _protocol("length", f"the upload ended after {upload.size} bytes without its last piece")

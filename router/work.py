@@ -161,7 +161,12 @@ class Work(ABC):
 
     # -- media -------------------------------------------------------------------------------------------------------
 
-    def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+    async def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+        source = encoding.source
+        media, digest = pb.MediaHeader(), await source.digest()
+        media.CopyFrom(source.header)
+        if digest is not None:
+            media.byte_length = source.size
         return epb.EncodeOpen(
             request_id=self.id,
             attempt=attempt,
@@ -170,8 +175,9 @@ class Work(ABC):
             model=self.model.name,
             fingerprint=self.model.fingerprint,
             tenant_root=self.root,
-            media=encoding.source.header,
+            media=media,
             sampling=self._asked[encoding.slot].sampling,
+            file_digest=digest,
             initial_credit=self._credit,
             reader_arena_id=self.decoder.reach.arena if self.decoder is not None else b"",
         )

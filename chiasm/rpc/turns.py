@@ -1,7 +1,8 @@
 """The calls of a worker: how many it works on, how many wait, and which it refuses. It knows nothing of what they do.
 
-A call waits from the moment it comes, and runs from when it `begin`s to when it `finish`es. A call that runs must not
-wait for one that has not begun, or two could wait for each other for ever.
+A call waits from the moment it comes, and runs from when it `begin`s to when it `finish`es; one that finds all it needs
+finishes without having begun. A call that runs must not wait for one that has not begun, or two could wait for each
+other for ever.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class Turns:
         try:
             yield turn
         finally:
-            self._since.pop(turn, None)
             turn.finish()
 
     async def _begin(self, turn: Turn) -> None:
@@ -112,3 +112,5 @@ class Turn:
         if self._running:
             self._running = False
             self._turns._finish()
+        else:
+            self._turns._since.pop(self, None)

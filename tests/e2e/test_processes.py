@@ -29,6 +29,7 @@ from tests import digits
 from tests.e2e.test_digits import drawn
 from tests.e2e.test_streaming import Sender, numbers
 from tests.processes import Trio, trio
+from tests.rpc.running import children
 from tests.waiting import until
 
 AT_ONCE = 16
@@ -260,6 +261,25 @@ async def test_entries_outlive_the_encoder_that_made_them(served: Trio) -> None:
         again = await client.generate("digits", [video, QUESTION])
     assert first.usage.media[0].units_cached == 0 and again.usage.media[0].units_cached == len(shown)
     assert again.ids == first.ids
+    await served.settled()
+
+
+async def test_an_encoder_that_has_just_begun_knows_what_those_before_it_have_seen(served: Trio) -> None:
+    frames, shown = drawn(np.random.default_rng(11), 5)
+    data = digits.clip(frames)
+    async with AsyncClient(served.target) as client:
+        first = await client.generate("digits", [QUESTION, Video(data)])
+        await asyncio.to_thread(served.encoder.kill)
+        served.encoder.start()
+        again = await client.generate("digits", [QUESTION, Video(data)])
+        media = children(served.encoder.pid)
+        after = served.encoder.counted()
+    assert again.ids == first.ids and again.frames == first.frames
+    assert again.usage.media[0].units_cached == len(shown)
+    assert after["chiasm_encoder_memo_hits_total"] == after["chiasm_encoder_memo_queries_total"] == 1
+    assert after["chiasm_encoder_media_spared_bytes_total"] == len(data)
+    assert after["chiasm_encoder_memo_rejections_total"] == after["chiasm_encoder_units_total:encoded"] == 0
+    assert not media, "nobody has opened the file"
     await served.settled()
 
 

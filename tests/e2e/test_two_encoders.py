@@ -48,6 +48,21 @@ async def test_a_long_video_is_made_by_both_and_the_answer_is_that_of_one(pair: 
     await pair.settled()
 
 
+async def test_what_both_have_made_is_known_to_each_and_opened_by_neither(pair: Trio) -> None:
+    asked: Content = [Video(clip(9)), QUESTION]
+    async with AsyncClient(pair.target) as client:
+        first = await client.generate("digits", asked, max_tokens=8)
+        await pair.settled()
+        made = encoded(pair)
+        spared = sum(encoder.counted()["chiasm_encoder_media_spared_bytes_total"] for encoder in pair.encoders)
+        again = await client.generate("digits", asked, max_tokens=8)
+        assert again.ids == first.ids and again.usage.media[0].units_cached == FRAMES
+        assert encoded(pair) == made
+        after = sum(encoder.counted()["chiasm_encoder_media_spared_bytes_total"] for encoder in pair.encoders)
+        assert after > spared
+    await pair.settled()
+
+
 @pytest.mark.parametrize("which", [0, 1])
 async def test_either_may_be_killed_in_the_middle(pair: Trio, which: int) -> None:
     asked: Content = [Video(clip(2 + which)), QUESTION]

@@ -87,8 +87,8 @@ async def test_it_encodes_counts_refuses_and_comes_to_rest(tmp_path: Path) -> No
     assert after["chiasm_encoder_units_total:cached"] == units
     assert after["chiasm_mm_cache_hits_total"] == units
     assert after["chiasm_mm_cache_queries_total"] == 2 * units
-    assert after["chiasm_encoder_cache_entries"] == units
-    assert after["chiasm_encoder_cache_pinned_bytes"] == after["chiasm_encoder_cache_size_bytes"] > 0
+    assert after["chiasm_encoder_cache_entries"] == units + 2, "and what the clip was found to be and has become"
+    assert 0 < after["chiasm_encoder_cache_pinned_bytes"] < after["chiasm_encoder_cache_size_bytes"]
     assert after["chiasm_admission_rejections_total:QUEUE_FULL"] == 1
     assert (after["chiasm_num_requests_waiting"], after["chiasm_num_requests_running"]) == (0, 0)
 

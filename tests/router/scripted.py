@@ -38,6 +38,7 @@ class MeddledEncoder:
 
     Attributes:
         dies_at_the_end: every call breaks when all was said and all is attached.
+        chunks: pieces of media that were sent, by all calls.
     """
 
     def __init__(self, calls: EncoderCalls, meddle: Meddle) -> None:
@@ -47,6 +48,7 @@ class MeddledEncoder:
         self.calls = 0
         self.opened: list[epb.EncodeOpen] = []
         self.goes: list[epb.EncodeGo] = []
+        self.chunks = 0
 
     async def reach(self) -> None:
         """It is here."""
@@ -71,6 +73,7 @@ class MeddledEncoder:
         async for request in requests:
             if request.HasField("open"):
                 self.opened.append(request.open)
+            self.chunks += request.HasField("chunk")
             if request.HasField("go"):
                 self.goes.append(request.go)
             yield request

@@ -46,8 +46,9 @@ def knowing(keys: dict[int, bytes], units: Sequence[int]) -> Meddle:
 
 def asked_for(fleet: MeddledFleet, call: int, count: int) -> list[int]:
     assert fleet.encoders is not None
-    runs = fleet.encoders.goes[call].units
-    return [unit for run in runs for unit in range(run.first, run.first + run.count)] or list(range(count))
+    go = fleet.encoders.goes[call]
+    named = [unit for run in go.units for unit in range(run.first, run.first + run.count)]
+    return named if named or go.none else list(range(count))
 
 
 async def keys_of(service: LocalService, clip: digits.ShippedClip) -> tuple[dict[int, bytes], list[int]]:
@@ -70,8 +71,7 @@ async def test_units_that_the_decoder_holds_are_not_asked_for(known: str) -> Non
         held = list(range(count)) if known == "all" else list(range(0, count, 2))
         fleet = MeddledFleet(service, encoder=knowing(keys, held))
         got = await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
-        # The last unit stands for the end of the medium where nothing else is wanted.
-        wanted = [unit for unit in range(count) if unit not in held] or [count - 1]
+        wanted = [unit for unit in range(count) if unit not in held]
         assert asked_for(fleet, 0, count) == wanted
         assert service.encoder.counts.encoded_units == encoded + len(wanted)
         assert got.ids == ids
@@ -96,7 +96,7 @@ async def test_units_that_the_next_decoder_does_not_hold_are_asked_for() -> None
         fleet = MeddledFleet(service, encoder=knowing(keys, range(count)), decoder=dies)
         got = await answer(fleet, question("Read the digits.", video(clip.path.read_bytes())))
         assert got.ids == ids and fleet.decoders is not None and fleet.decoders.calls == 2
-        # What the first call has brought for the end is announced and needs not be asked for.
-        assert asked_for(fleet, 0, count) == [count - 1]
-        assert asked_for(fleet, 1, count) == list(range(count - 1))
+        assert asked_for(fleet, 0, count) == []
+        assert asked_for(fleet, 1, count) == list(range(count))
+        assert fleet.encoders is not None and not fleet.encoders.goes[1].afresh, "nobody has found them wanting"
         await settled(service)

@@ -26,7 +26,7 @@ from chiasm.rpc.v1 import common_pb2 as chiasm_dot_rpc_dot_v1_dot_common__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63hiasm/rpc/v1/encoder.proto\x12\rchiasm.rpc.v1\x1a\x1a\x63hiasm/rpc/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\xfa\x01\n\rEncodeRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.chiasm.rpc.v1.EncodeOpenH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.chiasm.rpc.v1.MediaChunkH\x00\x12\x31\n\x08siblings\x18\x03 \x01(\x0b\x32\x1d.chiasm.rpc.v1.EncodeSiblingsH\x00\x12%\n\x02go\x18\x04 \x01(\x0b\x32\x17.chiasm.rpc.v1.EncodeGoH\x00\x12-\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x1b.chiasm.rpc.v1.EncodeCreditH\x00\x42\t\n\x07message\"\xb0\x04\n\nEncodeOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0c\n\x04item\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x12\x13\n\x0btenant_root\x18\x07 \x01(\x0c\x12\x14\n\x0ctenant_epoch\x18\x08 \x01(\r\x12)\n\x05media\x18\t \x01(\x0b\x32\x1a.chiasm.rpc.v1.MediaHeader\x12\x0b\n\x03uri\x18\n \x01(\t\x12.\n\x08sampling\x18\x0b \x01(\x0b\x32\x1c.chiasm.rpc.v1.MediaSampling\x12*\n\x06\x62udget\x18\x0c \x01(\x0b\x32\x1a.chiasm.rpc.v1.MediaBudget\x12&\n\x04\x66orm\x18\r \x01(\x0e\x32\x18.chiasm.rpc.v1.EntryForm\x12\x18\n\x0b\x66ile_digest\x18\x0e \x01(\x0cH\x00\x88\x01\x01\x12(\n\x05lease\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0einitial_credit\x18\x10 \x01(\x04\x12\x14\n\x0c\x66\x61irness_key\x18\x11 \x01(\t\x12\x15\n\x08priority\x18\x12 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x0freader_arena_id\x18\x13 \x01(\x0cH\x02\x88\x01\x01\x42\x0e\n\x0c_file_digestB\x0b\n\t_priorityB\x12\n\x10_reader_arena_id\"l\n\x07Sibling\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12#\n\x05probe\x18\x02 \x01(\x0b\x32\x14.chiasm.rpc.v1.Probe\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.chiasm.rpc.v1.MediaSampling\":\n\x0e\x45ncodeSiblings\x12(\n\x08siblings\x18\x01 \x03(\x0b\x32\x16.chiasm.rpc.v1.Sibling\"Q\n\x08\x45ncodeGo\x12\'\n\x05units\x18\x01 \x03(\x0b\x32\x18.chiasm.rpc.v1.UnitRange\x12\x0e\n\x06\x61\x66resh\x18\x02 \x01(\x08\x12\x0c\n\x04part\x18\x03 \x01(\x08\"\x1d\n\x0c\x45ncodeCredit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x9f\x02\n\x0e\x45ncodeResponse\x12-\n\x06probed\x18\x01 \x01(\x0b\x32\x1b.chiasm.rpc.v1.EncodeProbedH\x00\x12+\n\x05sized\x18\x02 \x01(\x0b\x32\x1a.chiasm.rpc.v1.EncodeSizedH\x00\x12+\n\x05ready\x18\x03 \x01(\x0b\x32\x1a.chiasm.rpc.v1.EncodeReadyH\x00\x12\'\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x18.chiasm.rpc.v1.EncodeEndH\x00\x12-\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1b.chiasm.rpc.v1.EncodeFailedH\x00\x12!\n\x04load\x18\x06 \x01(\x0b\x32\x13.chiasm.rpc.v1.LoadB\t\n\x07message\"I\n\x0c\x45ncodeProbed\x12#\n\x05probe\x18\x01 \x01(\x0b\x32\x14.chiasm.rpc.v1.Probe\x12\x14\n\x0c\x62ytes_wanted\x18\x02 \x01(\x08\"\x96\x01\n\x0b\x45ncodeSized\x12\x10\n\x08revision\x18\x01 \x01(\r\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\"\n\x05units\x18\x03 \x03(\x0b\x32\x13.chiasm.rpc.v1.Unit\x12)\n\x0cresized_size\x18\x04 \x01(\x0b\x32\x13.chiasm.rpc.v1.Size\x12\x17\n\x0f\x62ytes_per_token\x18\x05 \x01(\x04\"P\n\x0b\x45ncodeReady\x12\x0c\n\x04unit\x18\x01 \x01(\r\x12#\n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x14.chiasm.rpc.v1.Entry\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x08\"_\n\tEncodeEnd\x12(\n\x05usage\x18\x01 \x01(\x0b\x32\x19.chiasm.rpc.v1.MediaUsage\x12(\n\x05times\x18\x02 \x01(\x0b\x32\x19.chiasm.rpc.v1.StageTimes\"\x1e\n\x0c\x45ncodeFailed\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"\x14\n\x12\x45ncoderInfoRequest\"\x8f\x01\n\x0c\x45ncoderModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\'\n\x05\x66orms\x18\x04 \x03(\x0e\x32\x18.chiasm.rpc.v1.EntryForm\x12#\n\x05\x64type\x18\x05 \x01(\x0e\x32\x14.chiasm.rpc.v1.Dtype\"\xd0\x01\n\rEncoderLimits\x12\x17\n\x0fmax_media_bytes\x18\x01 \x01(\x04\x12\x12\n\nmax_pixels\x18\x02 \x01(\x04\x12\x12\n\nmax_frames\x18\x03 \x01(\r\x12\x13\n\x0bmax_patches\x18\x04 \x01(\x04\x12\x11\n\tmax_units\x18\x05 \x01(\r\x12\x13\n\x0bmax_running\x18\x06 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x07 \x01(\r\x12\x18\n\x10max_pinned_bytes\x18\x08 \x01(\x04\x12\x12\n\nmime_types\x18\t \x03(\t\"\xce\x01\n\x13\x45ncoderInfoResponse\x12\'\n\x07replica\x18\x01 \x01(\x0b\x32\x16.chiasm.rpc.v1.Replica\x12+\n\x06models\x18\x02 \x03(\x0b\x32\x1b.chiasm.rpc.v1.EncoderModel\x12,\n\x06limits\x18\x03 \x01(\x0b\x32\x1c.chiasm.rpc.v1.EncoderLimits\x12!\n\x04load\x18\x04 \x01(\x0b\x32\x13.chiasm.rpc.v1.Load\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x32\xa3\x01\n\x07\x45ncoder\x12I\n\x06\x45ncode\x12\x1c.chiasm.rpc.v1.EncodeRequest\x1a\x1d.chiasm.rpc.v1.EncodeResponse(\x01\x30\x01\x12M\n\x04Info\x12!.chiasm.rpc.v1.EncoderInfoRequest\x1a\".chiasm.rpc.v1.EncoderInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63hiasm/rpc/v1/encoder.proto\x12\rchiasm.rpc.v1\x1a\x1a\x63hiasm/rpc/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\xfa\x01\n\rEncodeRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.chiasm.rpc.v1.EncodeOpenH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.chiasm.rpc.v1.MediaChunkH\x00\x12\x31\n\x08siblings\x18\x03 \x01(\x0b\x32\x1d.chiasm.rpc.v1.EncodeSiblingsH\x00\x12%\n\x02go\x18\x04 \x01(\x0b\x32\x17.chiasm.rpc.v1.EncodeGoH\x00\x12-\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x1b.chiasm.rpc.v1.EncodeCreditH\x00\x42\t\n\x07message\"\xb0\x04\n\nEncodeOpen\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0c\n\x04item\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x12\x13\n\x0btenant_root\x18\x07 \x01(\x0c\x12\x14\n\x0ctenant_epoch\x18\x08 \x01(\r\x12)\n\x05media\x18\t \x01(\x0b\x32\x1a.chiasm.rpc.v1.MediaHeader\x12\x0b\n\x03uri\x18\n \x01(\t\x12.\n\x08sampling\x18\x0b \x01(\x0b\x32\x1c.chiasm.rpc.v1.MediaSampling\x12*\n\x06\x62udget\x18\x0c \x01(\x0b\x32\x1a.chiasm.rpc.v1.MediaBudget\x12&\n\x04\x66orm\x18\r \x01(\x0e\x32\x18.chiasm.rpc.v1.EntryForm\x12\x18\n\x0b\x66ile_digest\x18\x0e \x01(\x0cH\x00\x88\x01\x01\x12(\n\x05lease\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0einitial_credit\x18\x10 \x01(\x04\x12\x14\n\x0c\x66\x61irness_key\x18\x11 \x01(\t\x12\x15\n\x08priority\x18\x12 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x0freader_arena_id\x18\x13 \x01(\x0cH\x02\x88\x01\x01\x42\x0e\n\x0c_file_digestB\x0b\n\t_priorityB\x12\n\x10_reader_arena_id\"l\n\x07Sibling\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12#\n\x05probe\x18\x02 \x01(\x0b\x32\x14.chiasm.rpc.v1.Probe\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.chiasm.rpc.v1.MediaSampling\":\n\x0e\x45ncodeSiblings\x12(\n\x08siblings\x18\x01 \x03(\x0b\x32\x16.chiasm.rpc.v1.Sibling\"_\n\x08\x45ncodeGo\x12\'\n\x05units\x18\x01 \x03(\x0b\x32\x18.chiasm.rpc.v1.UnitRange\x12\x0e\n\x06\x61\x66resh\x18\x02 \x01(\x08\x12\x0c\n\x04part\x18\x03 \x01(\x08\x12\x0c\n\x04none\x18\x04 \x01(\x08\"\x1d\n\x0c\x45ncodeCredit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x9f\x02\n\x0e\x45ncodeResponse\x12-\n\x06probed\x18\x01 \x01(\x0b\x32\x1b.chiasm.rpc.v1.EncodeProbedH\x00\x12+\n\x05sized\x18\x02 \x01(\x0b\x32\x1a.chiasm.rpc.v1.EncodeSizedH\x00\x12+\n\x05ready\x18\x03 \x01(\x0b\x32\x1a.chiasm.rpc.v1.EncodeReadyH\x00\x12\'\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x18.chiasm.rpc.v1.EncodeEndH\x00\x12-\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1b.chiasm.rpc.v1.EncodeFailedH\x00\x12!\n\x04load\x18\x06 \x01(\x0b\x32\x13.chiasm.rpc.v1.LoadB\t\n\x07message\"I\n\x0c\x45ncodeProbed\x12#\n\x05probe\x18\x01 \x01(\x0b\x32\x14.chiasm.rpc.v1.Probe\x12\x14\n\x0c\x62ytes_wanted\x18\x02 \x01(\x08\"\x96\x01\n\x0b\x45ncodeSized\x12\x10\n\x08revision\x18\x01 \x01(\r\x12\r\n\x05\x66inal\x18\x02 \x01(\x08\x12\"\n\x05units\x18\x03 \x03(\x0b\x32\x13.chiasm.rpc.v1.Unit\x12)\n\x0cresized_size\x18\x04 \x01(\x0b\x32\x13.chiasm.rpc.v1.Size\x12\x17\n\x0f\x62ytes_per_token\x18\x05 \x01(\x04\"P\n\x0b\x45ncodeReady\x12\x0c\n\x04unit\x18\x01 \x01(\r\x12#\n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x14.chiasm.rpc.v1.Entry\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x08\"_\n\tEncodeEnd\x12(\n\x05usage\x18\x01 \x01(\x0b\x32\x19.chiasm.rpc.v1.MediaUsage\x12(\n\x05times\x18\x02 \x01(\x0b\x32\x19.chiasm.rpc.v1.StageTimes\"\x1e\n\x0c\x45ncodeFailed\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"\x14\n\x12\x45ncoderInfoRequest\"\x8f\x01\n\x0c\x45ncoderModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\'\n\x05\x66orms\x18\x04 \x03(\x0e\x32\x18.chiasm.rpc.v1.EntryForm\x12#\n\x05\x64type\x18\x05 \x01(\x0e\x32\x14.chiasm.rpc.v1.Dtype\"\xd0\x01\n\rEncoderLimits\x12\x17\n\x0fmax_media_bytes\x18\x01 \x01(\x04\x12\x12\n\nmax_pixels\x18\x02 \x01(\x04\x12\x12\n\nmax_frames\x18\x03 \x01(\r\x12\x13\n\x0bmax_patches\x18\x04 \x01(\x04\x12\x11\n\tmax_units\x18\x05 \x01(\r\x12\x13\n\x0bmax_running\x18\x06 \x01(\r\x12\x13\n\x0bmax_waiting\x18\x07 \x01(\r\x12\x18\n\x10max_pinned_bytes\x18\x08 \x01(\x04\x12\x12\n\nmime_types\x18\t \x03(\t\"\xce\x01\n\x13\x45ncoderInfoResponse\x12\'\n\x07replica\x18\x01 \x01(\x0b\x32\x16.chiasm.rpc.v1.Replica\x12+\n\x06models\x18\x02 \x03(\x0b\x32\x1b.chiasm.rpc.v1.EncoderModel\x12,\n\x06limits\x18\x03 \x01(\x0b\x32\x1c.chiasm.rpc.v1.EncoderLimits\x12!\n\x04load\x18\x04 \x01(\x0b\x32\x13.chiasm.rpc.v1.Load\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x32\xa3\x01\n\x07\x45ncoder\x12I\n\x06\x45ncode\x12\x1c.chiasm.rpc.v1.EncodeRequest\x1a\x1d.chiasm.rpc.v1.EncodeResponse(\x01\x30\x01\x12M\n\x04Info\x12!.chiasm.rpc.v1.EncoderInfoRequest\x1a\".chiasm.rpc.v1.EncoderInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,29 +42,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODESIBLINGS']._serialized_start=1032
   _globals['_ENCODESIBLINGS']._serialized_end=1090
   _globals['_ENCODEGO']._serialized_start=1092
-  _globals['_ENCODEGO']._serialized_end=1173
-  _globals['_ENCODECREDIT']._serialized_start=1175
-  _globals['_ENCODECREDIT']._serialized_end=1204
-  _globals['_ENCODERESPONSE']._serialized_start=1207
-  _globals['_ENCODERESPONSE']._serialized_end=1494
-  _globals['_ENCODEPROBED']._serialized_start=1496
-  _globals['_ENCODEPROBED']._serialized_end=1569
-  _globals['_ENCODESIZED']._serialized_start=1572
-  _globals['_ENCODESIZED']._serialized_end=1722
-  _globals['_ENCODEREADY']._serialized_start=1724
-  _globals['_ENCODEREADY']._serialized_end=1804
-  _globals['_ENCODEEND']._serialized_start=1806
-  _globals['_ENCODEEND']._serialized_end=1901
-  _globals['_ENCODEFAILED']._serialized_start=1903
-  _globals['_ENCODEFAILED']._serialized_end=1933
-  _globals['_ENCODERINFOREQUEST']._serialized_start=1935
-  _globals['_ENCODERINFOREQUEST']._serialized_end=1955
-  _globals['_ENCODERMODEL']._serialized_start=1958
-  _globals['_ENCODERMODEL']._serialized_end=2101
-  _globals['_ENCODERLIMITS']._serialized_start=2104
-  _globals['_ENCODERLIMITS']._serialized_end=2312
-  _globals['_ENCODERINFORESPONSE']._serialized_start=2315
-  _globals['_ENCODERINFORESPONSE']._serialized_end=2521
-  _globals['_ENCODER']._serialized_start=2524
-  _globals['_ENCODER']._serialized_end=2687
+  _globals['_ENCODEGO']._serialized_end=1187
+  _globals['_ENCODECREDIT']._serialized_start=1189
+  _globals['_ENCODECREDIT']._serialized_end=1218
+  _globals['_ENCODERESPONSE']._serialized_start=1221
+  _globals['_ENCODERESPONSE']._serialized_end=1508
+  _globals['_ENCODEPROBED']._serialized_start=1510
+  _globals['_ENCODEPROBED']._serialized_end=1583
+  _globals['_ENCODESIZED']._serialized_start=1586
+  _globals['_ENCODESIZED']._serialized_end=1736
+  _globals['_ENCODEREADY']._serialized_start=1738
+  _globals['_ENCODEREADY']._serialized_end=1818
+  _globals['_ENCODEEND']._serialized_start=1820
+  _globals['_ENCODEEND']._serialized_end=1915
+  _globals['_ENCODEFAILED']._serialized_start=1917
+  _globals['_ENCODEFAILED']._serialized_end=1947
+  _globals['_ENCODERINFOREQUEST']._serialized_start=1949
+  _globals['_ENCODERINFOREQUEST']._serialized_end=1969
+  _globals['_ENCODERMODEL']._serialized_start=1972
+  _globals['_ENCODERMODEL']._serialized_end=2115
+  _globals['_ENCODERLIMITS']._serialized_start=2118
+  _globals['_ENCODERLIMITS']._serialized_end=2326
+  _globals['_ENCODERINFORESPONSE']._serialized_start=2329
+  _globals['_ENCODERINFORESPONSE']._serialized_end=2535
+  _globals['_ENCODER']._serialized_start=2538
+  _globals['_ENCODER']._serialized_end=2701
 # @@protoc_insertion_point(module_scope)

@@ -41,7 +41,7 @@ class EncodeRequest(_message.Message):
 
     @_builtins.property
     def siblings(self) -> Global___EncodeSiblings:
-        """Tells what the other media of the request were found to be. Once, after `probed`."""
+        """Tells what the other media of the request were found to be. Once, after `probed` that holds a probe."""
 
     @_builtins.property
     def go(self) -> Global___EncodeGo:
@@ -254,11 +254,16 @@ class EncodeGo(_message.Message):
     UNITS_FIELD_NUMBER: _builtins.int
     AFRESH_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    NONE_FIELD_NUMBER: _builtins.int
     afresh: _builtins.bool
     """Encodes them anew, whatever the store seems to hold: the decoder found their entries wanting. Default: false."""
     part: _builtins.bool
     """Leaves the rest of the medium to other calls: nothing is decoded behind the last unit wanted, and `end` says nothing of
     the medium. Default: false.
+    """
+    none: _builtins.bool
+    """Wants no unit, only the end: the decoder holds them all, or they were announced before. `units` is then empty.
+    Default: false.
     """
     @_builtins.property
     def units(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitRange]:
@@ -270,10 +275,11 @@ class EncodeGo(_message.Message):
         units: _abc.Iterable[_common_pb2.UnitRange] | None = ...,
         afresh: _builtins.bool = ...,
         part: _builtins.bool = ...,
+        none: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "part", b"part", "units", b"units"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "none", b"none", "part", b"part", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,7 +365,7 @@ Global___EncodeResponse: _TypeAlias = EncodeResponse  # noqa: Y015
 
 @_typing.final
 class EncodeProbed(_message.Message):
-    """Says what the medium was found to be, from its header."""
+    """Says what the medium was found to be, from its header, or from an earlier request of the tenant."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -367,11 +373,11 @@ class EncodeProbed(_message.Message):
     BYTES_WANTED_FIELD_NUMBER: _builtins.int
     bytes_wanted: _builtins.bool
     """Is false when the file is known by its digest and its bytes need not be sent. The message is sent again with true
-    if they are needed after all, because an entry is no longer there.
+    if they are needed after all: to share budgets otherwise than before, or because an entry is no longer there.
     """
     @_builtins.property
     def probe(self) -> _common_pb2.Probe:
-        """Says it."""
+        """Says it. Absent while the bytes are needed to tell."""
 
     def __init__(
         self,
