@@ -6,20 +6,26 @@ of a list each frame is, and nothing of it is kept behind it. It knows no model 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
-from typing import TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from chiasm.errors import InvalidRequest
 from chiasm.media.listed import Listed
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Frame, Kind, MediaSource, Probed, RawFrame
+from chiasm.rpc.medium import LARGE, RollingDigest, medium_digest
+from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from encoder_service import convert
 from encoder_service.inbox import Inbox
 from encoder_service.quarantine import POISON, Quarantine
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Aside: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 """Entered while bytes are waited for, which may take as long as their sender likes."""
@@ -39,6 +45,7 @@ class Material(ABC):
         self.fetching = 0.0
         self.decoding = 0.0
         self._tenant = opened.tenant_root
+        self._told = opened.file_digest
         self._item = opened.item
         self._inbox = inbox
         self._sandbox = sandbox
@@ -51,6 +58,16 @@ class Material(ABC):
         if opened.media.HasField("frames"):
             return _List(kind, opened, inbox, sandbox, quarantine)
         return _File(kind, opened, inbox, sandbox, quarantine)
+
+    def check(self) -> None:
+        """Raises InvalidRequest POISON_INPUT for a medium that is remembered as such, where its digest is told."""
+        if self._told:
+            self._quarantine.check(self._tenant, self._told)
+
+    @abstractmethod
+    async def digest(self) -> bytes:
+        """Of all that it is (`chiasm.rpc.medium`), from its bytes. Of a list it is known once all of it is decoded, of
+        a file once it has come, which is waited for."""
 
     @abstractmethod
     async def probe(self) -> Probed:
@@ -77,14 +94,16 @@ class Material(ABC):
             self.fetching += time.monotonic() - began
 
     @contextmanager
-    def _opening(self, kind: Kind, data: bytes) -> Iterator[None]:
-        """Around whatever opens a file, or a picture of a list."""
-        self._quarantine.check(self._tenant, kind, data)
+    def _opening(self, digest: bytes) -> Iterator[None]:
+        """Around whatever opens a file, or a picture of a list, which is judged as the image that it is."""
+        self._quarantine.check(self._tenant, digest)
         try:
             yield
         except InvalidRequest as error:
             if error.reason == POISON:
-                self._quarantine.remember(self._tenant, kind, data)
+                self._quarantine.remember(self._tenant, digest)
+                if self._told:
+                    self._quarantine.remember(self._tenant, self._told)
             raise
 
 
@@ -94,13 +113,18 @@ class _File(Material):
     ) -> None:
         super().__init__(opened, inbox, sandbox, quarantine)
         self._kind = kind
-        self._mime = opened.media.mime_type or None
-        self._data: bytes | None = None
+        self._header = opened.media
+        self._source: MediaSource | None = None
+        self._digest = b""
         self._probed: Probed | None = None
 
+    async def digest(self) -> bytes:
+        await self._come()
+        return self._digest
+
     async def probe(self) -> Probed:
-        source = await self._source()
-        with self._opening(source.kind, source.data):
+        source = await self._come()
+        with self._opening(self._digest):
             self._probed = await self._sandbox.probe(source, item=self._item)
         return self._probed
 
@@ -110,8 +134,8 @@ class _File(Material):
         return self._probed
 
     async def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
-        source = await self._source(aside)
-        with self._opening(source.kind, source.data):
+        source = await self._come(aside)
+        with self._opening(self._digest):
             async with aclosing(self._sandbox.decode(source, indices, item=self._item)) as frames:
                 began = time.monotonic()
                 async for frame in frames:
@@ -119,10 +143,12 @@ class _File(Material):
                     yield frame
                     began = time.monotonic()
 
-    async def _source(self, aside: Aside = nullcontext) -> MediaSource:
-        if self._data is None:
-            self._data = await self._next(aside)
-        return MediaSource(self._kind, self._data, self._mime)
+    async def _come(self, aside: Aside = nullcontext) -> MediaSource:
+        if self._source is None:
+            data = await self._next(aside)
+            self._digest = await _digest_of(self._header, data)
+            self._source = MediaSource(self._kind, data, self._header.mime_type or None)
+        return self._source
 
 
 class _List(Material):
@@ -134,10 +160,16 @@ class _List(Material):
         offsets = convert.offsets_of(opened.media.frames)
         self._listed = Listed(sandbox, kind, len(self._headers), offsets, item=self._item)
         self._first: bytes | RawFrame | None = None
+        self._rolling = RollingDigest(opened.media)
+        self._taken = 0
+
+    async def digest(self) -> bytes:
+        assert self._taken == len(self._headers), "the digest of a list is known when all of it is decoded"
+        return self._rolling.digest()
 
     async def probe(self) -> Probed:
-        first = self._first = convert.frame_of(self._headers[0], await self._next())
-        with self._opening_frame(first):
+        first = self._first = await self._take()
+        async with self._opening_frame(first):
             return await self._listed.probe(first)
 
     @property
@@ -148,12 +180,12 @@ class _List(Material):
         wanted = frozenset(indices)
         if self._first is None:
             await self.probe()
-        for number, header in enumerate(self._headers):
-            frame = self._first if number == 0 else convert.frame_of(header, await self._next(aside))
+        for number in range(len(self._headers)):
+            frame = self._first if number == 0 else await self._take(aside)
             assert frame is not None, "the first frame was probed, and a list is decoded once"
             self._first = None
             began = time.monotonic()
-            with self._opening_frame(frame):
+            async with self._opening_frame(frame):
                 opened = await self._listed.open(frame)
             del frame
             self.decoding += time.monotonic() - began
@@ -161,7 +193,28 @@ class _List(Material):
                 yield opened
         yield self._listed.decoded
 
-    @contextmanager
-    def _opening_frame(self, frame: bytes | RawFrame) -> Iterator[None]:
-        with nullcontext() if isinstance(frame, RawFrame) else self._opening("image", frame):
+    async def _take(self, aside: Aside = nullcontext) -> bytes | RawFrame:
+        data = await self._next(aside)
+        await _beside(len(data), self._rolling.update, self._taken, data)
+        self._taken += 1
+        return convert.frame_of(self._headers[self._taken - 1], data)
+
+    @asynccontextmanager
+    async def _opening_frame(self, frame: bytes | RawFrame) -> AsyncIterator[None]:
+        if isinstance(frame, RawFrame):
             yield  # raw pixels kill no decoder
+        else:
+            with self._opening(await _digest_of(_PICTURE, frame)):
+                yield
+
+
+_PICTURE = pb.MediaHeader(kind=pb.MEDIA_KIND_IMAGE)
+
+
+async def _digest_of(header: pb.MediaHeader, data: bytes) -> bytes:
+    return await _beside(len(data), medium_digest, header, [data])
+
+
+async def _beside(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Work on so many bytes, in a thread if they are worth one."""
+    return await asyncio.to_thread(work, *args, **kwargs) if size > LARGE else work(*args, **kwargs)

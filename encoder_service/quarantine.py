@@ -12,7 +12,6 @@ from collections.abc import Callable
 import blake3
 
 from chiasm.errors import InvalidRequest
-from chiasm.media.types import Kind
 
 POISON = "POISON_INPUT"
 
@@ -34,28 +33,31 @@ class Quarantine:
         self._clock = clock
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
-    def check(self, tenant: bytes, kind: Kind, data: bytes) -> None:
-        """Raises InvalidRequest POISON_INPUT for a medium of that tenant that is remembered. Costs nothing while
-        nothing is."""
+    def check(self, tenant: bytes, medium: bytes) -> None:
+        """Raises InvalidRequest POISON_INPUT for a medium of that tenant that is remembered.
+
+        Args:
+            medium: its digest (`chiasm.rpc.medium`), so that it is refused without its bytes too.
+        """
         now = self._clock()
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
-        if self._until and _digest(tenant, kind, data) in self._until:
+        if self._until and _name(tenant, medium) in self._until:
             raise InvalidRequest(
                 POISON,
                 f"this medium ended the processes that opened it; it is not opened for {self._seconds:g} s",
                 facts={"seconds": self._seconds},
             )
 
-    def remember(self, tenant: bytes, kind: Kind, data: bytes) -> None:
+    def remember(self, tenant: bytes, medium: bytes) -> None:
         """Keeps a medium of a tenant from being opened again."""
-        digest = _digest(tenant, kind, data)
-        self._until.pop(digest, None)
-        self._until[digest] = self._clock() + self._seconds
+        name = _name(tenant, medium)
+        self._until.pop(name, None)
+        self._until[name] = self._clock() + self._seconds
         if len(self._until) > self._most:
             self._until.popitem(last=False)
 
 
-def _digest(tenant: bytes, kind: Kind, data: bytes) -> bytes:
-    """Of the tenant and of what is opened at once: a file, or one picture of a list, whatever lies beside it."""
-    return blake3.blake3(kind.encode(), key=tenant).update(data).digest()
+def _name(tenant: bytes, medium: bytes) -> bytes:
+    """Of one tenant's medium. The tenant's root is a secret and kept nowhere."""
+    return blake3.blake3(medium, key=tenant).digest()

@@ -182,6 +182,7 @@ class _Encoding:
         opened = self._open
         listed = opened.media.HasField("frames") and convert.kind_of(opened.media.kind) == "video"
         options = convert.sampling_options(opened.sampling, every_frame=listed)
+        self._material.check()
         probed = await self._material.probe()
         MediumFacts.of(probed, options)  # refuses options that this medium cannot satisfy
         found = convert.probe(probed, options, opened.media.kind)

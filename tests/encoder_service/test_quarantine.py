@@ -10,10 +10,18 @@ import signal
 import pytest
 
 from chiasm.errors import InvalidRequest
+from chiasm.rpc.medium import medium_digest
+from chiasm.rpc.v1 import common_pb2 as pb
 from encoder_service.quarantine import Quarantine
 from tests import digits
 from tests.asking import ask, question, running, video
 from tests.media import make
+
+
+def picture(data: bytes) -> bytes:
+    """The digest of an image."""
+    return medium_digest(pb.MediaHeader(kind=pb.MEDIA_KIND_IMAGE), [data])
+
 
 TENANT, OTHER = bytes(32), bytes([1]) * 32
 
@@ -21,26 +29,27 @@ TENANT, OTHER = bytes(32), bytes([1]) * 32
 def test_it_remembers_for_its_time_and_only_for_the_tenant() -> None:
     now = [0.0]
     quarantine = Quarantine(seconds=10, clock=lambda: now[0])
-    quarantine.check(TENANT, "image", b"poison")
-    quarantine.remember(TENANT, "image", b"poison")
+    poison = picture(b"poison")
+    quarantine.check(TENANT, poison)
+    quarantine.remember(TENANT, poison)
     with pytest.raises(InvalidRequest) as caught:
-        quarantine.check(TENANT, "image", b"poison")
+        quarantine.check(TENANT, poison)
     assert (caught.value.reason, caught.value.facts) == ("POISON_INPUT", {"seconds": 10})
-    quarantine.check(OTHER, "image", b"poison")
-    quarantine.check(TENANT, "image", b"poison2")
-    quarantine.check(TENANT, "video", b"poison")
+    quarantine.check(OTHER, poison)
+    quarantine.check(TENANT, picture(b"poison2"))
     now[0] = 10.0
-    quarantine.check(TENANT, "image", b"poison")
+    quarantine.check(TENANT, poison)
 
 
 def test_it_forgets_the_oldest_when_it_is_full() -> None:
     quarantine = Quarantine(most=2)
-    for i in range(3):
-        quarantine.remember(TENANT, "image", bytes([i]))
-    quarantine.check(TENANT, "image", bytes([0]))
-    for i in (1, 2):
+    media = [picture(bytes([i])) for i in range(3)]
+    for medium in media:
+        quarantine.remember(TENANT, medium)
+    quarantine.check(TENANT, media[0])
+    for medium in media[1:]:
         with pytest.raises(InvalidRequest):
-            quarantine.check(TENANT, "image", bytes([i]))
+            quarantine.check(TENANT, medium)
 
 
 async def test_b17_a_medium_whose_processes_were_killed_twice_is_not_opened_a_third_time() -> None:
