@@ -5,8 +5,8 @@ width 256 and depth 8, 16 JPEG frames of 256x256 in a list, other pixels in ever
 so that the last has come after the time that encoding all of them takes: what a question about frames that are all
 there takes, less one whose entries are there too, measured anew in each round. A: the question is asked when the upload
 begins. B: when it has ended. Both are timed from the beginning of the upload. The order is A B B A; of each such round
-the ratio is taken, and of all rounds the median. A round in which encoding did not take both B as long as the upload,
-within 15 %, because the machine did something else, is taken again, up to four times as many rounds in all.
+the ratio is taken, and of all rounds the median. Where the machine does something else meanwhile, encoding takes longer
+than the upload or not as long; such rounds are left out, and `even` is false where there were no others.
 
 `limit` is what one gains at most where the last frame's encoding and the prefill cannot be hidden: (U + E + P) /
 (max(U, E) + E / frames + P).
@@ -24,9 +24,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -100,51 +101,59 @@ async def first_token(service: LocalService, frames: Sequence[bytes], seconds: f
     return taken
 
 
+class Round(NamedTuple):
+    """Seconds: to the first token, both ways, medians of two; and those that uploading, and a hit, took.
+
+    Attributes:
+        even: encoding took as long as the upload, within 20 %, whenever it could be told.
+    """
+
+    overlapped: float
+    serial: float
+    upload: float
+    hit: float
+    even: bool
+
+
+async def a_round(service: LocalService, seeds: Iterator[int]) -> Round:
+    frames = pictures(next(seeds))
+    cold = await first_token(service, frames, 0.0, overlapped=False)
+    service.decoder.flush()
+    hit = await first_token(service, frames, 0.0, overlapped=False)
+    upload = cold - hit
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for overlapped in (True, False, False, True):
+        taken[overlapped].append(await first_token(service, pictures(next(seeds)), upload, overlapped=overlapped))
+    await service.store.flush()
+    even = all(abs(seconds - upload - hit - upload) < 0.2 * upload for seconds in taken[False])
+    return Round(statistics.median(taken[True]), statistics.median(taken[False]), upload, hit, even)
+
+
 async def measure(folder: Path, rounds: int) -> dict[str, object]:
     service = await LocalService.start(str(checkpoint(folder)))
     seeds = itertools.count()
-    taken: dict[bool, list[float]] = {True: [], False: []}
-    ratios: list[float] = []
-    tries = 0
-    encode: list[float] = []
-    hit: list[float] = []
+    done: list[Round] = []
     try:
         await first_token(service, pictures(next(seeds)), 0.0, overlapped=False)
-        while len(ratios) < rounds and tries < 4 * rounds:
-            tries += 1
-            frames = pictures(next(seeds))
-            cold = await first_token(service, frames, 0.0, overlapped=False)
-            service.decoder.flush()
-            hit.append(await first_token(service, frames, 0.0, overlapped=False))
-            pace = cold - hit[-1]
-            spent: dict[bool, list[float]] = {True: [], False: []}
-            for overlapped in (True, False, False, True):
-                seconds = await first_token(service, pictures(next(seeds)), pace, overlapped=overlapped)
-                spent[overlapped].append(seconds)
-            await service.store.flush()
-            if all(abs(seconds - pace - hit[-1] - pace) < 0.15 * pace for seconds in spent[False]):
-                ratios.append(sum(spent[False]) / sum(spent[True]))
-                encode.append(pace)
-                for overlapped, all_seconds in spent.items():
-                    taken[overlapped] += all_seconds
+        while sum(one.even for one in done) < rounds and len(done) < 2 * rounds:
+            done.append(await a_round(service, seeds))
     finally:
         await service.close()
-    if not ratios:
-        raise SystemExit(f"the machine is too busy: its speed changed within each of {tries} rounds")
-    overlap, serial = (statistics.median(taken[overlapped]) for overlapped in (True, False))
-    e, p = statistics.median(encode), statistics.median(hit)
+    even = [one for one in done if one.even] or done
+    ratios = [one.serial / one.overlapped for one in even]
+    overlapped, serial, upload, hit = (statistics.median(column) for column in list(zip(*even, strict=True))[:4])
     return {
         "ratio": round(statistics.median(ratios), 3),
         "ratio_least": round(min(ratios), 3),
         "ratio_most": round(max(ratios), 3),
-        "limit": round((2 * e + p) / (e + e / FRAMES + p), 3),
-        "overlapped_ms": round(1000 * overlap, 1),
+        "limit": round((2 * upload + hit) / (upload + upload / FRAMES + hit), 3),
+        "overlapped_ms": round(1000 * overlapped, 1),
         "serial_ms": round(1000 * serial, 1),
-        "encode_ms": round(1000 * e, 1),
-        "hit_ms": round(1000 * p, 1),
+        "upload_ms": round(1000 * upload, 1),
+        "hit_ms": round(1000 * hit, 1),
         "frames": FRAMES,
-        "rounds": len(ratios),
-        "rounds_left_out": tries - len(ratios),
+        "rounds": len(even),
+        "even": all(one.even for one in even),
         "threads": torch.get_num_threads(),
     }
 

@@ -152,7 +152,8 @@ class Encoding:
     ) -> None:
         """Remembers a medium, if it is what the caller said it was."""
         digest = self._material.digest
-        if self._told and digest != self._open.file_digest:
+        assert digest is not None, "it was decoded to its end"
+        if self._material.mistold:
             _log.warning("digest", extra={"request": self._open.request_id.hex(), "slot": self._open.slot})
             return
         known = epb.EncodeSized()
@@ -210,12 +211,17 @@ class Encoding:
         """
         keys = {unit.index: unit.key for unit in gone.values()}
         making = self._encode(announcing, plan, go, sorted(gone), lambda frame: gone[frame.index].index)
-        async with aclosing(making) as events:
-            async for event in events:
-                if isinstance(event, epb.EncodeReady):
-                    if event.entry.key != keys.pop(event.unit):
-                        raise await self._stale(plan)
-                    yield event
+        try:
+            async with aclosing(making) as events:
+                async for event in events:
+                    if isinstance(event, epb.EncodeReady):
+                        if event.entry.key != keys.pop(event.unit):
+                            raise await self._stale(plan)
+                        yield event
+        except InvalidRequest as error:
+            if self._material.mistold:
+                raise await self._stale(plan) from error
+            raise
         if keys:
             raise await self._stale(plan)
 

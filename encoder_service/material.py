@@ -66,8 +66,14 @@ class Material(ABC):
 
     @property
     @abstractmethod
-    def digest(self) -> bytes:
-        """Of all that it is (`chiasm.rpc.medium`), once it was decoded to its end."""
+    def digest(self) -> bytes | None:
+        """Of all that it is (`chiasm.rpc.medium`): of a file once it has come, of a list once it was decoded to its
+        end. None before."""
+
+    @property
+    def mistold(self) -> bool:
+        """Whether it is known not to be what its caller said."""
+        return None not in (self._told, self.digest) and self.digest != self._told
 
     @abstractmethod
     async def probe(self) -> Probed:
@@ -112,19 +118,17 @@ class _File(Material):
     ) -> None:
         super().__init__(opened, inbox, sandbox, quarantine)
         self._kind = kind
-        self._mime = opened.media.mime_type or None
-        self._data: bytes | None = None
-        self._digest = b""
+        self._source: MediaSource | None = None
+        self._digest: bytes | None = None
         self._probed: Probed | None = None
 
     @property
-    def digest(self) -> bytes:
-        assert self._data is not None, "its bytes have come"
+    def digest(self) -> bytes | None:
         return self._digest
 
     async def probe(self) -> Probed:
-        source = await self._source()
-        with self._opening(self._digest):
+        source, digest = await self._come()
+        with self._opening(digest):
             self._probed = await self._sandbox.probe(source, item=self._item)
         return self._probed
 
@@ -134,8 +138,8 @@ class _File(Material):
         return self._probed
 
     async def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
-        source = await self._source(aside)
-        with self._opening(self._digest):
+        source, digest = await self._come(aside)
+        with self._opening(digest):
             async with aclosing(self._sandbox.decode(source, indices, item=self._item)) as frames:
                 began = time.monotonic()
                 async for frame in frames:
@@ -143,15 +147,16 @@ class _File(Material):
                     yield frame
                     began = time.monotonic()
 
-    async def _source(self, aside: Aside = nullcontext) -> MediaSource:
-        if self._data is None:
+    async def _come(self, aside: Aside = nullcontext) -> tuple[MediaSource, bytes]:
+        """The file and its digest."""
+        if self._source is None or self._digest is None:
             data = await self._next(aside)
             if len(data) > LARGE:
                 self._digest = await asyncio.to_thread(medium_digest, self._header, [data])
             else:
                 self._digest = medium_digest(self._header, [data])
-            self._data = data
-        return MediaSource(self._kind, self._data, self._mime)
+            self._source = MediaSource(self._kind, data, self._header.mime_type or None)
+        return self._source, self._digest
 
 
 class _List(Material):
@@ -166,8 +171,8 @@ class _List(Material):
         self._parts: list[bytes] = []  # digests of the frames that came
 
     @property
-    def digest(self) -> bytes:
-        return digest_of_parts(self._header, self._parts)
+    def digest(self) -> bytes | None:
+        return digest_of_parts(self._header, self._parts) if len(self._parts) == len(self._headers) else None
 
     async def probe(self) -> Probed:
         first = self._first = await self._come()

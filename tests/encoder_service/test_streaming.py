@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,10 +19,14 @@ from chiasm.errors import ChiasmError, Fact, InvalidRequest
 from chiasm.local import LocalService
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource
+from chiasm.rpc.medium import medium_digest
 from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from encoder_service.announcing import AHEAD
+from encoder_service.inbox import Inbox
+from encoder_service.material import Material
+from encoder_service.quarantine import Quarantine
 from encoder_service.servicer import EncoderServicer
 from tests import digits
 from tests.asking import running
@@ -284,6 +288,25 @@ async def test_what_a_header_shows_is_refused_before_any_byte_came(frames: pb.Fr
         assert isinstance(error, InvalidRequest) and error.reason == reason
         assert service.sandbox.pids == frozenset()
         await call.responses.aclose()
+
+
+async def test_the_digest_of_a_list_is_that_of_all_its_bytes_although_they_were_let_go() -> None:
+    pictures = [*scenes(3), make.scene(*SIZE).tobytes()]
+    opened = epb.EncodeOpen(tenant_root=bytes(32), media=pb.MediaHeader(kind=pb.MEDIA_KIND_VIDEO))
+    opened.media.frames.CopyFrom(frame_list(*[pb.FrameHeader()] * 3, raw_header(*SIZE)))
+
+    async def requests() -> AsyncIterator[epb.EncodeRequest]:
+        yield epb.EncodeRequest(open=opened)
+        for number, data in enumerate(pictures):
+            yield epb.EncodeRequest(chunk=piece(number, data, last=number == 3))
+
+    async with Sandbox() as sandbox:
+        inbox = Inbox(requests(), max_bytes=1 << 20)
+        material = Material.of(await inbox.start(), inbox, sandbox, Quarantine())
+        frames = [event async for event in material.decode(range(4)) if isinstance(event, Frame)]
+        assert len(frames) == 4 and inbox.held == 0
+        assert material.digest == medium_digest(opened.media, pictures)
+        await inbox.close()
 
 
 # -- what is held meanwhile --------------------------------------------------------------------------------------------
