@@ -33,6 +33,12 @@ def rotate(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
     return (x_nhd * cos_n1d).addcmul_(swapped, sin_n1d)
 
 
+def rotate_(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
+    """As `rotate`, in x's own memory and type."""
+    swapped = x_nhd.roll(x_nhd.shape[-1] // 2, dims=-1)
+    return x_nhd.mul_(cos_n1d).addcmul_(swapped, sin_n1d)
+
+
 class MultimodalRope:
     """Interleaved mRoPE: one position per axis (time, height, width), frequencies dealt out to the axes in turn.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from chiasm.attention.backend import VarlenAttention
 from chiasm.layers.linear import linear_gelu
-from chiasm.layers.rope import rotate
+from chiasm.layers.rope import rotate, rotate_
 from chiasm.layers.vit_places import Grid, GridPlaces, Places, PositionEmbedding, VisionRope
 
 PIECE = 1 << 16
@@ -60,7 +60,7 @@ class VisionAttention(nn.Module):
             if frames > 1:  # used so often that a table for every head, which is read in one go, is soon paid for
                 cos, sin = (table.expand(qk[0].shape).contiguous() for table in (cos, sin))
             for some, out in zip(qk.split(frames), rotated.split(frames), strict=True):
-                out[:, here] = rotate(some[:, here].to(self._wide), cos, sin)
+                out[:, here] = rotate_(some[:, here].to(self._wide), cos, sin)  # nobody reads them unrotated
         return rotated.flatten(0, 1)
 
 
@@ -94,8 +94,9 @@ class VisionBlock(nn.Module):
         self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
     ) -> Tensor:
         """(P, C) to (P, C); rotary tables as `Places` has them, and the patches of each grid in `lengths`."""
-        x_pc = x_pc + self.attn(self.norm1(x_pc), cos_p1d, sin_p1d, lengths, attention)
-        out: Tensor = x_pc + self.mlp(self.norm2(x_pc))
+        # Into what was just made: the input may be a tap, which its owner keeps.
+        x_pc = self.attn(self.norm1(x_pc), cos_p1d, sin_p1d, lengths, attention).add_(x_pc)
+        out: Tensor = self.mlp(self.norm2(x_pc)).add_(x_pc)
         return out
 
 
@@ -145,7 +146,7 @@ class VisionTransformer(nn.Module):
     ) -> Iterator[Tensor]:
         """As `forward`, with the places of the patches given."""
         embedded = self.patch_embed(patches_pv).unflatten(0, (-1, len(places.positions_pc)))
-        x_pc: Tensor = (embedded + places.positions_pc).flatten(0, 1)
+        x_pc: Tensor = embedded.add_(places.positions_pc).flatten(0, 1)
         for block in self.blocks:
             x_pc = block(x_pc, places.cos_p1d, places.sin_p1d, lengths, attention)
             yield x_pc
