@@ -1,8 +1,7 @@
 """How much sooner the first token comes when a video's entries are in the store already.
 
 One process, the shipped model, one clip. A: the store is flushed before the question. B: the entries are there. The
-order is A B B A; medians of each. Both sides open and decode the video, so what differs is resizing to keys against
-encoding as well.
+order is A B B A; medians of each. What was flushed is opened and decoded too; what is there is known by its digest.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One process, a random model of about 25 M parameters in the text half, one short video and about 2,000 tokens of text,
 then a turn of about 100 new ones. A: nothing is cached, neither text nor units nor entries. B: the first question was
-asked before. The order is A B B A; medians of each of the time to the first token. Both sides open and decode the
-video. `limit` is the ratio of prompt tokens to those computed: what one gains at most where only rows cost.
+asked before, and the video is known by its digest. The order is A B B A; medians of each of the time to the first
+token. `limit` is the ratio of prompt tokens to those computed: what one gains at most where only rows cost.
 """
 
 from __future__ import annotations
