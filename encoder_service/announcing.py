@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 from chiasm.cache import wire
+from chiasm.cache.form import Form
 from chiasm.cache.store import Lease
 from chiasm.media.types import Rgb
 from chiasm.models.family import MediumPlan
@@ -31,6 +32,7 @@ class Announcing:
 
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
+        form: of the entries; by default the engine's.
         afresh: encodes whatever the store holds.
 
     Attributes:
@@ -38,12 +40,20 @@ class Announcing:
     """
 
     def __init__(
-        self, engine: EncoderEngine, plan: MediumPlan, *, root: bytes, seconds: float, afresh: bool = False
+        self,
+        engine: EncoderEngine,
+        plan: MediumPlan,
+        *,
+        root: bytes,
+        seconds: float,
+        form: Form | None = None,
+        afresh: bool = False,
     ) -> None:
         self._engine = engine
         self._plan = plan
         self._root = root
         self._seconds = seconds
+        self._form = form
         self._afresh = afresh
         self._flying: deque[_Flying] = deque()
         self._told: list[tuple[bytes, bytes]] = []  # key and lease of each entry told
@@ -52,7 +62,9 @@ class Announcing:
     def start(self, number: int, frame: Rgb) -> None:
         """Sends a decoded frame, unit `number` of its medium, on its way."""
         lease = Lease.of(self._seconds)
-        announcing = self._engine.announce(frame, self._plan, root=self._root, lease=lease, afresh=self._afresh)
+        announcing = self._engine.announce(
+            frame, self._plan, root=self._root, lease=lease, form=self._form, afresh=self._afresh
+        )
         self._flying.append(_Flying(number, lease, asyncio.create_task(announcing)))
 
     async def ready(self, *, every: bool) -> AsyncGenerator[epb.EncodeReady, None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, seal, tag_secret, unit_key
+from chiasm.cache.form import Form
 from chiasm.cache.place import Place
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import EntryStore, Lease
@@ -26,6 +27,7 @@ from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.family import EncoderHalf, MediumPlan, Processor
+from chiasm.models.forms import payloads
 
 _RETRY = 0.01
 """Seconds between two tries to put into a store that is full of pinned entries."""
@@ -46,6 +48,7 @@ class _Flight:
     key: EntryKey
     pixels: Tensor
     plan: MediumPlan
+    form: Form
     root: bytes
     done: asyncio.Future[Place]
     leases: list[Lease] = field(default_factory=list)
@@ -71,6 +74,7 @@ class EncoderEngine:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_patches: patches of one pass through the model; a larger unit goes alone.
+        forms: of entries that it makes, the one first that is made where nothing else is asked for.
     """
 
     def __init__(
@@ -82,9 +86,11 @@ class EncoderEngine:
         store: EntryStore,
         workers_secret: bytes,
         max_patches: int = 16_384,
+        forms: Sequence[Form] = tuple(Form),
     ) -> None:
         self.processor = processor
-        self.identity = identity_of(half.entry_shape, processor, fingerprint=fingerprint, dtype=half.dtype)
+        self.forms = tuple(forms)
+        self.identity = identity_of(processor, fingerprint=fingerprint, dtype=half.dtype)
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
         self.half = half
@@ -102,26 +108,38 @@ class EncoderEngine:
         """Units that wait for the model or are in it."""
         return len(self._flying)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of an entry per vision token."""
-        return self.half.entry_shape.bytes_per_token(self.half.dtype)
+    def bytes_per_token(self, form: Form) -> int:
+        """Bytes that a vision token adds to an entry."""
+        return self.half.entry_shape.bytes_per_token(form, self.half.dtype)
+
+    def entry_bytes(self, tokens: int, form: Form) -> int:
+        """Bytes of an entry of so many vision tokens."""
+        return self.half.entry_shape.bytes_of(tokens, form, self.half.dtype)
 
     async def announce(
-        self, frame: Rgb, plan: MediumPlan, *, root: bytes, lease: Lease, afresh: bool = False
+        self,
+        frame: Rgb,
+        plan: MediumPlan,
+        *,
+        root: bytes,
+        lease: Lease,
+        form: Form | None = None,
+        afresh: bool = False,
     ) -> Announced:
         """Makes sure that one frame's entry is in the store, pinned while `lease` lasts.
 
         Args:
             frame: (height, width, 3) as decoded; it is resized to the plan's size.
             root: the tenant's root, under which the key is made.
+            form: one of `forms`; by default the first. Of one frame each form is an entry of its own.
             afresh: encodes it whatever the store holds, because a reader found that wanting.
 
         Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
         units in flight are encoded once; a caller that is cancelled leaves the others alone.
         """
-        pixels, key = await asyncio.to_thread(self._prepare, frame, plan, root)
-        contract = self._contract(key, plan)
+        form = self.forms[0] if form is None else form
+        pixels, key = await asyncio.to_thread(self._prepare, frame, plan, root, form)
+        contract = self._contract(key, plan, form)
         try:
             if key not in self._flying and not afresh:
                 pinned = await self.store.pin(key, lease)
@@ -130,7 +148,7 @@ class EncoderEngine:
                     return Announced(contract, pinned.place, cached=True)
             flight = self._flying.get(key)  # another caller may have come while the store was asked
             if flight is None:
-                flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))
+                flight = self._begin(_Flight(key, pixels, plan, form, root, asyncio.get_running_loop().create_future()))
             else:
                 self.counts.joined_units += 1
             return Announced(contract, await self._wait(flight, lease), cached=False)
@@ -155,12 +173,13 @@ class EncoderEngine:
         self._queue.clear()
         await asyncio.to_thread(self.device.shutdown)
 
-    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> tuple[Tensor, EntryKey]:
+    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes, form: Form) -> tuple[Tensor, EntryKey]:
         chw = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
         pixels = resize(chw, plan.height, plan.width)[0].contiguous()
-        return pixels, unit_key(root, self.identity_digest, plan.grid, [pixels])
+        key = unit_key(root, self.identity_digest, plan.grid, [pixels], form=form, dtype=self.half.dtype)
+        return pixels, key
 
-    def _contract(self, key: EntryKey, plan: MediumPlan) -> Contract:
+    def _contract(self, key: EntryKey, plan: MediumPlan, form: Form) -> Contract:
         return contract_of(
             self.half.entry_shape,
             self.processor,
@@ -168,6 +187,7 @@ class EncoderEngine:
             identity=self.identity_digest,
             dtype=self.half.dtype,
             grid=plan.grid,
+            form=form,
         )
 
     async def _wait(self, flight: _Flight, lease: Lease) -> Place:
@@ -254,11 +274,13 @@ class EncoderEngine:
     def _encode(self, batch: Sequence[_Flight]) -> list[Sealed | Exception]:
         """Runs in the device thread. One unit's fault is its own: its place holds the exception."""
         results: list[Sealed | Exception] = []
-        entries = self.half.encode([flight.pixels for flight in batch], self._attention)
-        for flight, entry in zip(batch, entries, strict=True):
+        frames, forms = [flight.pixels for flight in batch], [flight.form for flight in batch]
+        made = payloads(self.half, frames, forms, self._attention)
+        for flight, payload in zip(batch, made, strict=True):
             try:
                 secret = tag_secret(self._secret, flight.root)
-                results.append(seal(self._contract(flight.key, flight.plan), entry.contiguous(), secret))
+                contract = self._contract(flight.key, flight.plan, flight.form)
+                results.append(seal(contract, payload.contiguous(), secret))
             except Exception as error:
                 results.append(error)
         return results

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from chiasm.cache import wire
+from chiasm.cache.form import Form
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sample import pick
 from chiasm.media.sandbox import Sandbox
@@ -74,7 +75,6 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         """Calls refused for now, by reason."""
         self.quarantine = Quarantine()
         self._family = family
-        self._form = wire.form_code(engine.identity.form)
         self._me = me or replica(device="cpu")
         self._draining = draining
 
@@ -83,7 +83,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             name=self.name,
             family=self._family,
             fingerprint=self.engine.identity_digest,
-            forms=[self._form],
+            forms=[wire.form_code(form) for form in self.engine.forms],
             dtype=wire.dtype_code(self.engine.identity.dtype),
         )
         held = self.engine.store.stats()
@@ -158,10 +158,22 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             raise Unsupported("FEATURE_DISABLED", "this worker fetches no media")
         if opened.HasField("budget"):
             raise Unsupported("FEATURE_DISABLED", "budget is not served", facts={"field": "budget"})
-        if opened.form not in (pb.ENTRY_FORM_UNSPECIFIED, self._form):
+        self.form_of(opened)
+
+    def form_of(self, opened: epb.EncodeOpen) -> Form:
+        """The form that was asked for. Raises Unsupported for one that is not made here."""
+        if opened.form == pb.ENTRY_FORM_UNSPECIFIED:
+            return self.engine.forms[0]
+        form = wire.form_of(opened.form)
+        if form is None or form not in self.engine.forms:
+            made = ", ".join(one.label for one in self.engine.forms)
+            got = str(int(opened.form)) if form is None else form.label
             raise Unsupported(
-                "FEATURE_DISABLED", "this worker announces another form of entry", facts={"field": "form"}
+                "FEATURE_DISABLED",
+                f"entries of form {got} are not made here, only {made}",
+                facts={"field": "form", "got": got, "made": made},
             )
+        return form
 
 
 class _Encoding:
@@ -171,6 +183,7 @@ class _Encoding:
         self._s = servicer
         self._turn = turn
         self._open = opened
+        self._form = servicer.form_of(opened)
         self._inbox = inbox
         self._material = Material(opened, inbox, servicer.sandbox, servicer.quarantine)
         self._revision = 0
@@ -213,7 +226,9 @@ class _Encoding:
         engine = self._s.engine
         wanted = [range(run.first, run.first + run.count) for run in go.units]
         seconds = to_seconds(self._open.lease) or self._s.lease
-        announcing = Announcing(engine, plan, root=self._open.tenant_root, seconds=seconds, afresh=go.afresh)
+        announcing = Announcing(
+            engine, plan, root=self._open.tenant_root, seconds=seconds, form=self._form, afresh=go.afresh
+        )
         came: list[int] = []
         clock = time.monotonic
         began = clock()
@@ -231,7 +246,7 @@ class _Encoding:
                         # Credit comes for what is told; what is done and not told yet would be waited for for ever.
                         async for ready in announcing.ready(every=True):
                             yield epb.EncodeResponse(ready=ready)
-                    await self._inbox.spend(plan.tokens * engine.bytes_per_token)
+                    await self._inbox.spend(engine.entry_bytes(plan.tokens, self._form))
                     announcing.start(len(came) - 1, frame.rgb)
                     async for ready in announcing.ready(every=False):
                         yield epb.EncodeResponse(ready=ready)
@@ -269,7 +284,7 @@ class _Encoding:
             final=final,
             units=units,
             resized_size=pb.Size(height=plan.height, width=plan.width),
-            bytes_per_token=self._s.engine.bytes_per_token,
+            bytes_per_token=self._s.engine.bytes_per_token(self._form),
         )
         return epb.EncodeResponse(sized=sized)
 

@@ -36,6 +36,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             store=ArenaStore(shared),
             workers_secret=secret,
             max_patches=settings.max_patches,
+            forms=settings.forms,
         )
         limits = Limits()
         try:

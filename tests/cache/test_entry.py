@@ -24,7 +24,7 @@ steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 MASTER = bytes(range(32))
 SECRET = bytes(31) + b"\1"
-IDENTITY = Identity("f" * 64, b'{"resize": "a"}', Form.CROSS_KV, torch.float32)
+IDENTITY = Identity("f" * 64, b'{"resize": "a"}', torch.float32)
 SHAPE = (2, 2, 3, 7, 4)
 
 
@@ -40,6 +40,8 @@ def key(**changes: Any) -> EntryKey:
         "identity": IDENTITY.digest(),
         "grid": (4, 6),
         "pixels": [pixels(16, 24)],
+        "form": Form.CROSS_KV,
+        "dtype": torch.float32,
     }
     return unit_key(**(made | changes))
 
@@ -85,8 +87,25 @@ def changed_pixel() -> Tensor:
         {"pixels": [changed_pixel()]},
         {"pixels": [pixels(16, 24).flip(0)]},
         {"pixels": [pixels(16, 24), pixels(16, 24)]},
+        {"form": Form.STATES},
+        {"form": Form.CROSS_KV_INT8},
+        {"form": Form.CROSS_KV_FP8},
+        {"dtype": torch.bfloat16},
     ],
-    ids=["tenant", "epoch", "master", "model", "grid", "one_bit", "channels_swapped", "two_frames"],
+    ids=[
+        "tenant",
+        "epoch",
+        "master",
+        "model",
+        "grid",
+        "one_bit",
+        "channels_swapped",
+        "two_frames",
+        "states",
+        "int8",
+        "fp8",
+        "stored",
+    ],
 )
 def test_whatever_an_entry_depends_on_changes_its_key(change: dict[str, Any]) -> None:
     assert key(**change) != key()
@@ -214,12 +233,30 @@ def test_every_bit_of_the_header_counts() -> None:
         ("identity", bytes(32)),
         ("dtype", torch.bfloat16),
         ("grid", (6, 4)),
-        ("shape", (2, 2, 3, 4, 7)),
-        ("shape", (2, 2, 7, 3, 4)),
+        ("form", Form.CROSS_KV_INT8),
     ],
 )
 def test_an_entry_of_another_contract_is_refused_by_the_field_that_differs(field: str, value: Any) -> None:
     assert open_entry(sealed(), contract(**{field: value}), SECRET) == field
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape"),
+    [
+        ("layers", (3, 2, 3, 7, 4)),
+        ("heads", (2, 2, 4, 7, 4)),
+        ("tokens", (2, 2, 3, 8, 4)),
+        ("width", (2, 2, 3, 7, 8)),
+    ],
+)
+def test_an_entry_of_another_shape_is_refused_by_the_axis_that_differs(axis: str, shape: tuple[int, ...]) -> None:
+    """With both numbers."""
+    assert open_entry(sealed(), contract(shape=shape), SECRET) == axis
+    mismatch = contract().mismatch(contract(shape=shape))
+    assert mismatch is not None and mismatch.field == axis
+    at = [one != other for one, other in zip(shape, SHAPE, strict=True)].index(True)
+    assert (mismatch.got, mismatch.needed) == (str(SHAPE[at]), str(shape[at]))
+    assert f"{axis} {SHAPE[at]}, needed {shape[at]}" == str(mismatch)
 
 
 def test_an_entry_under_another_secret_is_refused() -> None:
@@ -250,7 +287,7 @@ def test_what_is_no_header_is_refused(header: bytes) -> None:
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_bytes_are_a_header_or_are_not_and_never_an_error(noise: bytes) -> None:
     known = contract().pack()
-    for header in (noise, known[:8] + noise[8:]):
+    for header in (noise, known[:8] + noise[8:], known[:80] + noise[80:]):
         found = Contract.unpack(header)
         assert found is None or found.pack() == header
 

@@ -82,7 +82,7 @@ def test_divided_through_bytes_equals_handed_over(family: str, separate: bool, m
         direct = model.encoder().encode(frames, TorchVarlen())
         sent = ours.encoder().encode(frames, TorchVarlen())
     shape, fingerprint = ours.encoder().entry_shape, ours.checkpoint.fingerprint
-    identity = identity_of(shape, ours.processor, fingerprint=fingerprint, dtype=torch.float32).digest()
+    identity = identity_of(ours.processor, fingerprint=fingerprint, dtype=torch.float32).digest()
     logits = []
     for entries, reader in ((direct, model), (sent, theirs)):
         engine = DecoderEngine(reader.decoder(), reader.processor, text_tokens=64, visual_tokens=64)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, open_entry, seal, tag_secret, unit_key
+from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.tenant import tenant_root
 from chiasm.chat_template import Piece, Slot
@@ -83,8 +84,8 @@ class Halves:
         self.encoder = cast(MossVLEncoder, ours.encoder(dtype=dtype))
         self.decoder = cast(MossVLDecoder, theirs.decoder(dtype=dtype))
         self.dtype = dtype
-        shape, fingerprint = self.encoder.entry_shape, ours.checkpoint.fingerprint
-        self._identity = identity_of(shape, ours.processor, fingerprint=fingerprint, dtype=dtype).digest()
+        fingerprint = ours.checkpoint.fingerprint
+        self._identity = identity_of(ours.processor, fingerprint=fingerprint, dtype=dtype).digest()
         self._store = MemoryStore(2**32)
 
     @torch.inference_mode()
@@ -107,7 +108,7 @@ class Halves:
     def _put(self, patches_pv: Tensor, grid: tuple[int, int], entry: Tensor) -> Contract:
         # Recorded media need not come from bytes, so the bits of the patches stand for the pixels in the key.
         bits = patches_pv.contiguous().view(torch.uint8).unsqueeze(0)
-        key = unit_key(_ROOT, self._identity, grid, [bits])
+        key = unit_key(_ROOT, self._identity, grid, [bits], form=Form.CROSS_KV, dtype=self.dtype)
         contract = contract_of(
             self.encoder.entry_shape, self.processor, key=key, identity=self._identity, dtype=self.dtype, grid=grid
         )
