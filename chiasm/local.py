@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from chiasm.attention.choose import AttentionName
+from chiasm.cache import wire
+from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.tenant import LOCAL, tenant_root
 from chiasm.client.transport import Metadata
@@ -52,6 +54,7 @@ class LocalSettings:
         media_workers: processes that open media.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
+        form: in which entries pass through the store.
     """
 
     device: str = "cpu"
@@ -64,6 +67,7 @@ class LocalSettings:
     max_patches: int = 16_384
     attention: AttentionName = "auto"
     deterministic: bool = False
+    form: Form = Form.CROSS_KV
 
 
 class _Encoder:
@@ -110,9 +114,14 @@ class _OnePair:
     """`Fleet` of a single model. Its workers live as long as the process does: one that is lost is ending with it."""
 
     def __init__(self, model: Served, encoder: _Encoder, decoder: _Decoder) -> None:
+        made, taken = encoder.servicer.engine.forms, decoder.servicer.model.forms
         self._model = model
-        self._encoder: EncoderWorker = Worker(secrets.token_bytes(16), encoder)
-        self._decoder: DecoderWorker = Worker(secrets.token_bytes(16), decoder)
+        self._encoder: EncoderWorker = Worker(
+            secrets.token_bytes(16), encoder, forms={model.name: [wire.form_code(form) for form in made]}
+        )
+        self._decoder: DecoderWorker = Worker(
+            secrets.token_bytes(16), decoder, forms={model.name: [wire.form_code(form) for form in taken]}
+        )
         self._ending = False
 
     def models(self) -> Mapping[str, Served]:
@@ -153,7 +162,7 @@ class LocalService:
         dtype = settings.dtype or (torch.float32 if device.type == "cpu" else None)
         fingerprint = model.checkpoint.fingerprint
         workers = secrets.token_bytes(32)
-        decoder_half = model.decoder(device=device, dtype=dtype)
+        decoder_half = model.decoder(device=device, dtype=dtype, projects=settings.form is Form.STATES)
         text, visual = pool_tokens(
             decoder_half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
         )
@@ -177,7 +186,12 @@ class LocalService:
             deterministic=settings.deterministic,
         )
         self.decoder = DecoderModel(
-            engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers
+            engine,
+            model.prompt(),
+            fingerprint=fingerprint,
+            store=self.store,
+            workers_secret=workers,
+            form=settings.form,
         )
         limits = Limits()
         self.sandbox = Sandbox(workers=settings.media_workers, limits=limits)

@@ -129,6 +129,9 @@ class Coordinator(Work):
             worker = await self.reach_decoder()
             self._attempt += 1
             self._told = self._timeline_so_far()
+            for medium in self.media:
+                for ready in [*medium.announced.values()]:
+                    self.on_ready(medium, ready)
             if first:
                 for medium in self.media:
                     self.start(medium.run)
@@ -183,15 +186,13 @@ class Coordinator(Work):
         return False
 
     def _timeline_so_far(self) -> Outbox[dpb.DecodeRequest]:
-        """Everything that a decoder is to be told and that is known already, in an order that it takes."""
+        """What a decoder is to be told of the timeline and that is known already, in an order that it takes."""
         told: Outbox[dpb.DecodeRequest] = Outbox()
         told.put(dpb.DecodeRequest(open=self._opened()))
         told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
         for medium in self.media:
             if medium.sized is not None:
                 told.put(sized_at(medium))
-            for ready in medium.announced.values():
-                told.put(_ready_at(medium, ready))
         return told
 
     def _opened(self) -> dpb.DecodeOpen:
@@ -219,13 +220,13 @@ class Coordinator(Work):
             for unit in response.admitted.held:
                 held[unit.slot].add(unit.unit)
             for medium, units in zip(self.media, held, strict=True):
-                medium.go(units, lambda medium: self.start(medium.encode_again))
+                medium.go(units, self._encode_again)
         elif which == "attached":
             for unit in response.attached.units:
                 self.media[unit.slot].attached(unit.unit)
         elif which == "missing":
             unit = response.missing.unit
-            self.media[unit.slot].missing(unit.unit, lambda medium: self.start(medium.encode_again))
+            self.media[unit.slot].missing(unit.unit, self._encode_again)
         elif which == "started":
             self._began = True
             await self._events.put(rpb.GenerateResponse(started=response.started))
@@ -260,7 +261,13 @@ class Coordinator(Work):
         self._told.put(sized_at(encoding))
 
     def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
-        self._told.put(_ready_at(encoding, ready))
+        if self.takes(ready.entry.form):
+            self._told.put(_ready_at(encoding, ready))
+        else:  # it was made for a decoder that was lost; this one takes other forms
+            encoding.missing(ready.unit, self._encode_again)
+
+    def _encode_again(self, medium: Encoding) -> asyncio.Task[None]:
+        return self.start(medium.encode_again)
 
 
 def sized_at(medium: Encoding, *, final: bool = False) -> dpb.DecodeRequest:

@@ -32,8 +32,8 @@ EXECUTIONS: Final = 2
 class Request(Protocol):
     """What a medium needs to know of its request."""
 
-    def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
-        """How the medium's call begins."""
+    def open(self, encoding: Encoding, attempt: int, worker: EncoderWorker) -> epb.EncodeOpen:
+        """How the medium's call to a worker begins."""
         ...
 
     async def encoder(self, encoding: Encoding) -> EncoderWorker:
@@ -170,7 +170,7 @@ class Encoding:
         except InvalidRequest as error:  # an upload that broke off before its first piece
             raise error.at(self.item) from None
         self._attempt += 1
-        call = Dispatch(self._request.open(self, self._attempt), self.source)
+        call = Dispatch(self._request.open(self, self._attempt, worker), self.source)
         if self._siblings is not None:
             call.siblings(self._siblings)
             if self._gone:

@@ -17,7 +17,7 @@ from chiasm.errors import ConnectionFailed, StatusError
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.encoding import Encoding
-from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served
+from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served, common_form
 from router.media import Source
 
 SLACK: Final = 1.0
@@ -125,6 +125,11 @@ class Work(ABC):
                 self.decoder = worker
                 return worker
 
+    def takes(self, form: pb.EntryForm.ValueType) -> bool:
+        """Whether the decoder attaches entries of a form, as far as it has told."""
+        told = None if self.decoder is None else self.decoder.forms.get(self.model.name)
+        return told is None or form in told
+
     async def encoder(self, encoding: Encoding) -> EncoderWorker:
         hint = await encoding.source.hint()
         encoding.waiting = True
@@ -146,7 +151,9 @@ class Work(ABC):
 
     # -- media -------------------------------------------------------------------------------------------------------
 
-    def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+    def open(self, encoding: Encoding, attempt: int, worker: EncoderWorker) -> epb.EncodeOpen:
+        assert self.decoder is not None, "encoders are asked for a decoder"
+        form = common_form(worker, self.decoder, self.model.name)
         return epb.EncodeOpen(
             request_id=self.id,
             attempt=attempt,
@@ -158,6 +165,7 @@ class Work(ABC):
             media=encoding.source.header,
             sampling=self._asked[encoding.slot].sampling,
             initial_credit=self._credit,
+            form=pb.ENTRY_FORM_UNSPECIFIED if form is None else form,
         )
 
     def on_probed(self, encoding: Encoding) -> None:

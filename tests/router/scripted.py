@@ -127,14 +127,14 @@ class MeddledFleet:
     async def decoder(self, model: Served) -> DecoderWorker:
         worker = await self.inner.decoder(model)
         self.decoders = self.decoders or MeddledDecoder(worker.calls, self._meddle_decoder)
-        given = Worker[DecoderCalls](worker.replica_id, self.decoders)
+        given = Worker[DecoderCalls](worker.replica_id, self.decoders, forms=worker.forms)
         self.given.append(given)
         return given
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes) -> EncoderWorker:
         worker = await self.inner.encoder(model, decoder, hint=hint)
         self.encoders = self.encoders or MeddledEncoder(worker.calls, self._meddle_encoder)
-        given = Worker[EncoderCalls](worker.replica_id, self.encoders)
+        given = Worker[EncoderCalls](worker.replica_id, self.encoders, forms=worker.forms)
         self.given.append(given)
         return given
 
