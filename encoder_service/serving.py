@@ -36,7 +36,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             store=ArenaStore(shared),
             workers_secret=secret,
             max_patches=settings.max_patches,
-            forms=settings.forms,
+            forms=settings.offer_forms,
         )
         limits = Limits()
         try:

@@ -29,7 +29,7 @@ class EncoderSettings(WorkerSettings):
         default=2, ge=1, le=256, description="processes that open media, each one medium at a time"
     )
     max_patches: int = Field(default=16_384, ge=1, description="patches of one pass through the vision tower")
-    forms: Annotated[tuple[Form, ...], NoDecode, BeforeValidator(_forms)] = Field(
+    offer_forms: Annotated[tuple[Form, ...], NoDecode, BeforeValidator(_forms)] = Field(
         default=tuple(Form),
         min_length=1,
         description="forms of entries that decoders may ask for, parted by commas, the default first",
