@@ -3,18 +3,27 @@ none taken for another."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from chiasm.cache.entry import Contract
 from chiasm.cache.form import Form
+from chiasm.cache.region import Region
 from chiasm.cache.wire import form_code
+from chiasm.client import AsyncClient, Video
+from chiasm.errors import Unavailable
 from chiasm.local import LocalService, LocalSettings
+from chiasm.models.finding import SHIPPED
 from tests import digits
 from tests.asking import ask, image, question, running, video
 from tests.e2e.test_digits import ask_all, drawn, share_right
+from tests.processes import Trio, trio
 
 CLIPS = 24
 
@@ -109,3 +118,42 @@ async def test_a_form_that_the_encoder_does_not_make_is_not_asked_for() -> None:
         service.router.fleet._encoder.forms = {service.name: [form_code(Form.CROSS_KV)]}  # type: ignore[attr-defined]
         assert (await ask(service, question("Read the digits.", video(clip.path.read_bytes())))).text == clip.answer
         assert {contract.form for contract in await kept(service)} == {Form.CROSS_KV}
+
+
+# -- as processes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["states", "cross_kv_int8"])
+async def test_a_decoder_of_its_own_process_gets_the_form_that_it_was_told_to_ask_for(
+    form: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    clip = digits.shipped_clips()[-1]
+    with trio(tmp_path_factory.mktemp("forms"), decoder=["--forms", form]) as served:
+        async with AsyncClient(served.target) as client:
+            await client.wait_ready()
+            for cached in (0, len(clip.digits)):
+                answer = await client.generate("digits", ["Read the digits.", Video(clip.path)])
+                assert answer.text == clip.answer
+                assert answer.usage.media[0].units_cached == cached
+        told = served.decoder.event("form")
+        assert told is not None and (told["form"], told["why"]) == (form, "settings")
+
+
+async def test_processes_without_a_common_form_serve_nothing_and_the_router_says_why(tmp_path: Path) -> None:
+    options: dict[str, Sequence[str]] = {
+        "encoder": ["--offer-forms", "cross_kv_int8"],
+        "decoder": ["--forms", "cross_kv"],
+        "router": ["--patience", "0.5"],
+    }
+    with ExitStack() as stack:
+        region = Region.create(tmp_path / "arena", 8 << 20)
+        stack.callback(region.close)
+        apart = Trio(tmp_path, SHIPPED / "digits", region, options)
+        for role in apart.roles:
+            stack.callback(role.end)
+            role.start()
+        told = await asyncio.to_thread(apart.router.wait_for, "no common form")
+        assert told["encoder"] == ["ENTRY_FORM_CROSS_KV_INT8"] and told["decoder"] == ["ENTRY_FORM_CROSS_KV"]
+        async with AsyncClient(apart.target, max_retries=0) as client:
+            with pytest.raises(Unavailable):
+                await client.generate("digits", ["Say something."], max_tokens=1)
