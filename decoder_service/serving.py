@@ -33,8 +33,6 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
     secret = read_secret(settings.workers_secret_file)
     with closing(await asyncio.to_thread(region, settings)) as shared:
         device, given = place(settings.device, settings.dtype)
-        if device.type == "cpu":
-            keep_freed()
         model = await asyncio.to_thread(open_model, settings.model)
         model.name = settings.name or model.name
         dtype = given or model.checkpoint.dtype
@@ -71,6 +69,8 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
 def _load(
     settings: DecoderSettings, process: Process, model: Model, device: torch.device, dtype: torch.dtype, form: Form
 ) -> tuple[DecoderEngine, str]:
+    if device.type == "cpu":
+        keep_freed()
     projects = form is Form.STATES
     with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total), projects=projects):
         half = model.decoder(device=device, dtype=dtype, projects=projects)

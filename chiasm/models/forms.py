@@ -87,5 +87,6 @@ def payloads(
 def attachable(half: DecoderHalf, preferred: Form) -> tuple[Form, ...]:
     """The forms that a decoder takes, the preferred one first, then those that change no number. A quantised form is
     taken only by who asked for it."""
+    assert preferred is not Form.STATES or half.projects, "states are of no use to a half that does not project them"
     exact = [form for form in (Form.CROSS_KV, Form.STATES) if form is not Form.STATES or half.projects]
     return tuple(dict.fromkeys([preferred, *exact]))
