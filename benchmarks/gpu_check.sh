@@ -51,7 +51,8 @@ part system 80 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kerne
 part graphs 70 "${pytest[@]}" tests/gpu/test_graphs.py -k "not compiled"
 part attention 35 "$PY" -m benchmarks gpu_attention --json
 part decode 55 "$PY" -m benchmarks gpu_decode --json
-part cold_vs_hit 30 "$PY" -m benchmarks cold_vs_hit --json --device cuda
+part shipping 15 "$PY" -m benchmarks shipping --json --device cuda
+part cold_vs_hit 25 "$PY" -m benchmarks cold_vs_hit --json --device cuda
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from chiasm.attention.choose import AttentionName
+from chiasm.cache import wire
+from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.tenant import LOCAL, tenant_root
 from chiasm.client.transport import Metadata
@@ -54,6 +56,7 @@ class LocalSettings:
         max_patches: of one pass through the vision tower; a frame of more is refused.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
+        form: in which entries pass through the store.
     """
 
     device: str = "cpu"
@@ -66,6 +69,7 @@ class LocalSettings:
     max_patches: int = MAX_PATCHES
     attention: AttentionName = "auto"
     deterministic: bool = False
+    form: Form = Form.CROSS_KV
 
 
 class _Encoder:
@@ -112,9 +116,14 @@ class _OnePair:
     """`Fleet` of a single model. Its workers live as long as the process does: one that is lost is ending with it."""
 
     def __init__(self, model: Served, encoder: _Encoder, decoder: _Decoder) -> None:
+        made, taken = encoder.servicer.engine.forms, decoder.servicer.model.forms
         self._model = model
-        self._encoder: EncoderWorker = Worker(secrets.token_bytes(16), encoder)
-        self._decoder: DecoderWorker = Worker(secrets.token_bytes(16), decoder)
+        self._encoder: EncoderWorker = Worker(
+            secrets.token_bytes(16), encoder, forms={model.name: [wire.form_code(form) for form in made]}
+        )
+        self._decoder: DecoderWorker = Worker(
+            secrets.token_bytes(16), decoder, forms={model.name: [wire.form_code(form) for form in taken]}
+        )
         self._ending = False
 
     def models(self) -> Mapping[str, Served]:
@@ -158,7 +167,7 @@ class LocalService:
         dtype = settings.dtype or (torch.float32 if device.type == "cpu" else None)
         fingerprint = model.checkpoint.fingerprint
         workers = secrets.token_bytes(32)
-        decoder_half = model.decoder(device=device, dtype=dtype)
+        decoder_half = model.decoder(device=device, dtype=dtype, projects=settings.form is Form.STATES)
         text, visual = pool_tokens(
             decoder_half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
         )
@@ -182,7 +191,12 @@ class LocalService:
             deterministic=settings.deterministic,
         )
         self.decoder = DecoderModel(
-            engine, model.prompt(), fingerprint=fingerprint, store=self.store, workers_secret=workers
+            engine,
+            model.prompt(),
+            fingerprint=fingerprint,
+            store=self.store,
+            workers_secret=workers,
+            form=settings.form,
         )
         limits = Limits()
         self.sandbox = Sandbox(workers=settings.media_workers, limits=limits)

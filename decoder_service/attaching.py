@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from torch import Tensor
-
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import UnitName
-from decoder_service.entries import Entries
+from decoder_service.entries import Entries, Payload
 from decoder_service.model import DecoderModel
 from decoder_service.seats import Seat
 from decoder_service.sequence import DecodeSequence
@@ -71,7 +69,7 @@ class Attaching:
         responses: list[dpb.DecodeResponse] = []
         attached: list[UnitName] = []
         while reading := await self._read(responses, attached):
-            works = [partial(self._model.engine.attach, self._sequence, name, payload) for name, payload in reading]
+            works = [partial(self._model.engine.attach, self._sequence, name, *payload) for name, payload in reading]
             if not await self._model.stepping.attach(self._seat, works):
                 break  # it has given way; everything is to be attached again
             await self._settle([name for name, _ in reading], attached)
@@ -89,9 +87,9 @@ class Attaching:
 
     async def _read(
         self, responses: list[dpb.DecodeResponse], attached: list[UnitName]
-    ) -> list[tuple[UnitName, Tensor]]:
+    ) -> list[tuple[UnitName, Payload]]:
         """The payloads of the next units that are laid and not here, as many as a step attaches."""
-        reading: list[tuple[UnitName, Tensor]] = []
+        reading: list[tuple[UnitName, Payload]] = []
         for name in list(self._waiting):
             if len(reading) == self._model.scheduler.max_units or not self._seat.admitted:
                 break

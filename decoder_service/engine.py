@@ -17,7 +17,9 @@ from torch import Tensor
 from chiasm.attention.backend import Step
 from chiasm.attention.choose import AttentionName
 from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools
+from chiasm.cache.form import Form
 from chiasm.models.family import DecoderHalf, Processor
+from chiasm.models.forms import CODECS
 from chiasm.timeline import UnitName
 from decoder_service.computing import MakeForward, make_forward
 from decoder_service.holdings import Holdings
@@ -115,11 +117,12 @@ class DecoderEngine:
         return DecodeSequence(self.processor.unit_layout, Chain(domain, self.pages.page_size))
 
     @torch.inference_mode()
-    def attach(self, sequence: DecodeSequence, name: UnitName, payload: Tensor) -> None:
-        """Rotates a laid unit's keys to its place and copies it into the cross pool, unless it is there.
+    def attach(self, sequence: DecodeSequence, name: UnitName, payload: Tensor, form: Form = Form.CROSS_KV) -> None:
+        """Makes keys and values of a laid unit's entry, rotates the keys to its place and copies them into the cross
+        pool, unless they are there.
 
         Args:
-            payload: (layers, K|V, heads, tokens, dim), verified.
+            payload: of the entry, verified, as its form has it.
 
         Raises Overloaded if the pool has no room now; nothing is then changed.
         """
@@ -127,12 +130,15 @@ class DecoderEngine:
         sized = sequence.sized(name.slot)
         assert unit is not None and sized is not None, f"{name} is not laid"
         length = unit.layout.vision_tokens
-        assert payload.shape[3] == length, f"{payload.shape[3]} tokens are attached where {length} are laid"
+        if not form.quantised:
+            expected = self.half.entry_shape.of(length, form)
+            assert tuple(payload.shape) == expected, f"{tuple(payload.shape)} is attached where {expected} is laid"
         if self.holdings.hold_unit(sequence, name):
             return  # another has attached it meanwhile
         positions = torch.from_numpy(self.processor.key_steps(sized.grids[name.unit]) + unit.start)
         with self.holdings.filling(sequence, name, length) as runs:
-            placed = self.half.place(payload.to(self.half.device), positions)
+            entry = CODECS[form].decode(payload.to(self.half.device), self.half, length)
+            placed = self.half.place(entry, positions)
             at = 0
             for run in runs:
                 self.pools.cross_kv[:, :, :, run.start : sum(run)] = placed[:, :, :, at : at + run.length]

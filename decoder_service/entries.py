@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from chiasm.cache import wire
-from chiasm.cache.entry import Contract, open_entry, tag_secret
+from chiasm.cache.entry import Contract, Mismatch, open_entry, tag_secret
+from chiasm.cache.form import Form
 from chiasm.cache.place import Place
 from chiasm.cache.sealed import EntryKey
 from chiasm.errors import ServerError
@@ -33,8 +34,16 @@ class _Announced(NamedTuple):
     """Of which its contract follows."""
 
     key: EntryKey
+    form: Form
     grid: tuple[int, int]
     place: Place
+
+
+class Payload(NamedTuple):
+    """Of an entry, verified, and its form."""
+
+    data: Tensor
+    form: Form
 
 
 class Entries:
@@ -52,35 +61,36 @@ class Entries:
         self._announced: dict[UnitName, _Announced] = {}
         self._pins: dict[UnitName, tuple[_Pin, ...]] = {}  # that are not given back yet, each once
         self._asked: Counter[UnitName] = Counter()  # units asked for again, and how often
+        self._found: dict[UnitName, Mismatch | None] = {}  # in what the last entry that was doubtful differed
         self._coming: set[UnitName] = set()  # asked for again, and not announced since
         self._excused: set[UnitName] = set()  # the caller was told that they need not be made
 
     def announce(self, ready: dpb.DecodeReady, sequence: DecodeSequence) -> UnitName:
         """Remembers what an entry is. Returns its unit.
 
-        Raises ServerError FEATURE_COUNT_MISMATCH, with both numbers, for one that is not what was sized or not what
-        this model reads, ENTRY_CONTRACT for one of another key than it was said to have.
+        Raises ServerError FEATURE_COUNT_MISMATCH, with the field and both values, for one that is not what was sized or
+        not what this model reads, ENTRY_CONTRACT for one of another key than it was said to have.
         """
         name = unit_name(ready.slot, ready.unit)
         sized = sequence.sized(ready.slot)
-        if sized is None or ready.unit >= len(sized.grids):
-            raise ServerError("FEATURE_COUNT_MISMATCH", f"unit {ready.unit} of slot {ready.slot} was not sized")
-        contract = wire.read(ready.entry, sized.grids[ready.unit])
+        grids = () if sized is None else sized.grids
+        if ready.unit >= len(grids):
+            raise self._mismatch(name, Mismatch("units", f"{ready.unit + 1} or more", str(len(grids))))
+        contract = wire.read(ready.entry)
         # Whatever comes of it: one that is announced twice, or that does not fit, holds a pin all the same.
         pin, pins = (contract.key, ready.entry.lease.lease_id), self._pins.get(name, ())
         if pin not in pins:
             self._pins[name] = (*pins, pin)
-        needed = self._needed(contract.key, contract.grid)
-        if contract != needed:
-            raise ServerError(
-                "FEATURE_COUNT_MISMATCH",
-                f"an entry of shape {contract.shape} came where {needed.shape} is needed",
-                item=self._item_of(ready.slot),
-                facts={"got": contract.shape[3], "needed": needed.shape[3]},
-            )
+        if contract.form not in self._model.forms:
+            labels = ", ".join(form.label for form in self._model.forms)
+            raise self._mismatch(name, Mismatch("form", contract.form.label, labels))
+        grid = grids[ready.unit]
+        mismatch = contract.mismatch(self._needed(contract.key, contract.form, grid))
+        if mismatch is not None:
+            raise self._mismatch(name, mismatch)
         self.know(sequence, name, contract.key)
         self._coming.discard(name)
-        self._announced[name] = _Announced(contract.key, contract.grid, wire.place_of(ready.entry))
+        self._announced[name] = _Announced(contract.key, contract.form, grid, wire.place_of(ready.entry))
         return name
 
     def know(self, sequence: DecodeSequence, name: UnitName, key: EntryKey) -> None:
@@ -113,19 +123,21 @@ class Entries:
             await self.unpin(name)
         return unfit
 
-    async def read(self, name: UnitName) -> Tensor | str:
+    async def read(self, name: UnitName) -> Payload | str:
         """The payload of an announced unit, verified; or the cause why it is not to be had. A doubtful one is forgotten
         by the store."""
-        key, grid, place = self._announced[name]
-        contract = self._needed(key, grid)
+        key, form, grid, place = self._announced[name]
+        contract = self._needed(key, form, grid)
         sealed = await self._model.store.get(key, place)
         if sealed is None:
             return "absent"
         opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
         if isinstance(opened, str):
             await self._model.store.discard(key)
+            found = Contract.unpack(sealed.header)
+            self._found[name] = None if found is None else found.mismatch(contract)
             return "digest" if opened in ("header", "size", "tag") else "contract"
-        return opened
+        return Payload(opened, form)
 
     async def ask_again(self, name: UnitName, cause: str) -> list[dpb.DecodeResponse]:
         """Asks for a unit once more, unless another sequence has done so. Raises ServerError ENTRY_MISSING at the
@@ -138,7 +150,10 @@ class Entries:
         await self.unpin(name)
         self._asked[name] += 1
         if self._asked[name] > 1:
-            raise ServerError("ENTRY_MISSING", f"an entry was {cause} twice", item=self._item_of(name.slot))
+            found = self._found.get(name)
+            what = f"an entry was {cause} twice" if found is None else f"an entry was found twice with {found}"
+            facts = {} if found is None else found._asdict()
+            raise ServerError("ENTRY_MISSING", what, item=self._item_of(name.slot), facts=facts)
         missing = dpb.DecodeMissing(unit=pb.UnitRef(slot=name.slot, unit=name.unit), cause=cause)
         return [dpb.DecodeResponse(missing=missing)]
 
@@ -156,7 +171,15 @@ class Entries:
         for key, lease_id in pins:
             await self._model.store.release(key, lease_id)
 
-    def _needed(self, key: EntryKey, grid: tuple[int, int]) -> Contract:
+    def _mismatch(self, name: UnitName, mismatch: Mismatch) -> ServerError:
+        return ServerError(
+            "FEATURE_COUNT_MISMATCH",
+            f"an entry of unit {name.unit} was announced with {mismatch}",
+            item=self._item_of(name.slot),
+            facts={"unit": name.unit, **mismatch._asdict()},
+        )
+
+    def _needed(self, key: EntryKey, form: Form, grid: tuple[int, int]) -> Contract:
         engine = self._model.engine
         return contract_of(
             engine.half.entry_shape,
@@ -165,4 +188,5 @@ class Entries:
             identity=self._model.identity_digest,
             dtype=engine.half.dtype,
             grid=grid,
+            form=form,
         )

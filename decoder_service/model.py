@@ -10,10 +10,12 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from chiasm.cache.form import Form
 from chiasm.cache.store import EntryStore
 from chiasm.errors import InvalidRequest, Overloaded, ServerError
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
+from chiasm.models.forms import attachable
 from chiasm.timeline import UnitName
 from decoder_service.drawer import Drawer
 from decoder_service.engine import DecoderEngine, Work
@@ -55,8 +57,10 @@ class DecoderModel:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_rows, max_units, max_running: as `Scheduler` has them.
+        form: of entries that it would have.
 
     Attributes:
+        forms: of entries that it attaches, the preferred one first.
         scheduler: who runs next, and who has room.
         stepping: the loop that computes it. Tokens are drawn in the device's thread, because a vocabulary is large.
     """
@@ -72,14 +76,14 @@ class DecoderModel:
         max_rows: int = MAX_ROWS,
         max_units: int = MAX_UNITS,
         max_running: int | None = None,
+        form: Form = Form.CROSS_KV,
     ) -> None:
         self.engine = engine
+        self.forms = attachable(engine.half, form)
         self.prompt = prompt
         self.store = store
         self.workers_secret = workers_secret
-        self.identity = identity_of(
-            engine.half.entry_shape, engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype
-        )
+        self.identity = identity_of(engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype)
         self.identity_digest = self.identity.digest()
         self._fingerprint = fingerprint
         self.vocabulary = engine.half.vocab_size

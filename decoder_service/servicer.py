@@ -69,7 +69,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             name=self.name,
             family=self._family,
             fingerprint=self.model.identity_digest,
-            forms=[wire.form_code(self.model.identity.form)],
+            forms=[wire.form_code(form) for form in self.model.forms],
             dtype=wire.dtype_code(engine.half.dtype),
             context_limit=self.model.context_limit,
             layers=engine.half.layers_total,

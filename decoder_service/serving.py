@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
+import torch
+
 from chiasm.allocation import keep_freed
 from chiasm.cache.arena import ArenaStore
+from chiasm.cache.form import Form
 from chiasm.models.loading import followed, place, region
 from chiasm.models.registry import Model, open_model
 from chiasm.rpc.process import Process
@@ -17,6 +20,7 @@ from chiasm.rpc.v1 import decoder_pb2_grpc
 from chiasm.settings import read_secret
 from decoder_service.computing import attends, captured_rows
 from decoder_service.engine import DecoderEngine, pool_tokens
+from decoder_service.form_choice import form_for
 from decoder_service.metrics import collector
 from decoder_service.model import DecoderModel
 from decoder_service.servicer import DecoderServicer
@@ -28,16 +32,23 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
     with closing(await asyncio.to_thread(region, settings)) as shared:
-        model, engine, fingerprint = await asyncio.to_thread(_load, settings, process)
+        device, given = place(settings.device, settings.dtype)
+        model = await asyncio.to_thread(open_model, settings.model)
+        model.name = settings.name or model.name
+        dtype = given or model.checkpoint.dtype
+        store = ArenaStore(shared)
+        form = await form_for(settings.forms, model, store=store, secret=secret, device=device, dtype=dtype)
+        engine, fingerprint = await asyncio.to_thread(_load, settings, process, model, device, dtype, form)
         decoder = DecoderModel(
             engine,
             model.prompt(),
             fingerprint=fingerprint,
-            store=ArenaStore(shared),
+            store=store,
             workers_secret=secret,
             max_rows=settings.max_rows,
             max_units=settings.max_units,
             max_running=settings.max_running,
+            form=form,
         )
         try:
             servicer = DecoderServicer(
@@ -55,14 +66,14 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             await decoder.close()
 
 
-def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEngine, str]:
-    device, dtype = place(settings.device, settings.dtype)
+def _load(
+    settings: DecoderSettings, process: Process, model: Model, device: torch.device, dtype: torch.dtype, form: Form
+) -> tuple[DecoderEngine, str]:
     if device.type == "cpu":
         keep_freed()
-    model = open_model(settings.model)
-    model.name = settings.name or model.name
-    with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total)):
-        half = model.decoder(device=device, dtype=dtype)
+    projects = form is Form.STATES
+    with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total), projects=projects):
+        half = model.decoder(device=device, dtype=dtype, projects=projects)
         fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass
     text, visual = pool_tokens(
         half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
@@ -82,4 +93,4 @@ def _load(settings: DecoderSettings, process: Process) -> tuple[Model, DecoderEn
         deterministic=settings.deterministic,
     )
     engine.prepare()
-    return model, engine, fingerprint
+    return engine, fingerprint

@@ -25,6 +25,11 @@ class DecoderSettings(WorkerSettings):
     pool_bytes: ByteSize = Field(
         default=ByteSize(2 << 30), gt=0, description="of each pool, where its tokens are not given"
     )
+    forms: Literal["auto", "cross_kv", "states", "cross_kv_int8", "cross_kv_fp8"] = Field(
+        default="auto",
+        description="the form of entries it asks for; auto: keys and values or the smaller states, as is measured to "
+        "be quicker; forms of 8 bits change numbers and are never chosen by themselves",
+    )
     attention: Literal["auto", "torch", "flashinfer"] = Field(
         default="auto", description="which kernels attend; auto: FlashInfer on CUDA where it can, else torch's"
     )

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from chiasm.cache import wire
+from chiasm.cache.form import Form
 from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import Lease
 from chiasm.media.types import Rgb
@@ -38,6 +39,7 @@ class Announcing:
 
     Args:
         seconds: how long an entry stays pinned if nobody attaches it.
+        form: of the entries; by default the engine's.
         afresh: encodes whatever the store holds.
         share: of the call; by default one of its own.
 
@@ -53,6 +55,7 @@ class Announcing:
         *,
         root: bytes,
         seconds: float,
+        form: Form | None = None,
         afresh: bool = False,
         share: Share | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class Announcing:
         self._plan = plan
         self._root = root
         self._seconds = seconds
+        self._form = engine.forms[0] if form is None else form
         self._afresh = afresh
         self._share = share or engine.share(root)
         self._raw = 0
@@ -98,7 +102,7 @@ class Announcing:
 
     async def _announce(self, frame: Rgb, lease: Lease) -> Announced:
         try:
-            unit = await self._engine.prepare(frame, self._plan, root=self._root)
+            unit = await self._engine.prepare(frame, self._plan, root=self._root, form=self._form)
         finally:
             del frame
             self._raw -= 1
@@ -130,12 +134,12 @@ class Announcing:
 
     async def name(self, number: int, frame: Rgb) -> None:
         """Finds out which entry unit `number` would have, and makes none."""
-        self.keys[number] = (await self._engine.prepare(frame, self._plan, root=self._root)).key
+        self.keys[number] = (await self._engine.prepare(frame, self._plan, root=self._root, form=self._form)).key
 
     async def find(self, number: int, key: EntryKey) -> epb.EncodeReady | None:
         """Tells unit `number`, whose entry has that key, if it is in the store."""
         lease = Lease.of(self._seconds)
-        announced = await self._engine.known(self._engine.contract(key, self._plan.grid), lease)
+        announced = await self._engine.known(self._engine.contract(key, self._plan.grid, self._form), lease)
         return None if announced is None else self._tell(number, announced, lease)
 
     def _tell(self, number: int, announced: Announced, lease: Lease) -> epb.EncodeReady:

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import VarlenAttention
+from chiasm.cache.form import Form
 from chiasm.models.family import EncoderHalf, Trunk
+from chiasm.models.forms import payloads
 
 Entry: TypeAlias = Callable[[], Tensor]
-"""Brings an entry to the host, (layers, K|V, heads, tokens, dim). Called once, in any thread; may wait."""
+"""Brings the payload of an entry to the host. Called once, in any thread; may wait."""
+
+Wanted: TypeAlias = tuple[Tensor, Form]
+"""A resized frame, uint8 RGB (3, height, width), and the form in which its entry is wanted."""
 
 
 class Copies(Protocol):
@@ -95,9 +100,9 @@ class Device:
         """Runs something between two passes."""
         return self._thread.submit(work)
 
-    async def encode(self, frames: Sequence[Tensor]) -> list[Entry | Exception]:
-        """One pass over resized frames, uint8 RGB (3, height, width) each. If it fails as a whole its frames are tried
-        alone: one frame's fault is its own, whoever's frames it was batched with."""
+    async def encode(self, frames: Sequence[Wanted]) -> list[Entry | Exception]:
+        """One pass over frames. If it fails as a whole its frames are tried alone: one frame's fault is its own,
+        whoever's frames it was batched with."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             return [*await run(self._thread, self._pass, frames)]
@@ -111,10 +116,8 @@ class Device:
         self._thread.shutdown()
 
     @torch.inference_mode()
-    def _pass(self, frames: Sequence[Tensor]) -> list[Entry]:
-        copied = [self._copies.up(frame) for frame in frames]
-        if self._trunk is None:
-            entries = self._half.encode(copied, self._attention)
-        else:
-            entries = self._half.encode(copied, self._attention, self._trunk)
+    def _pass(self, frames: Sequence[Wanted]) -> list[Entry]:
+        copied = [self._copies.up(pixels) for pixels, _ in frames]
+        forms = [form for _, form in frames]
+        entries = payloads(self._half, copied, forms, self._attention, self._trunk)
         return [self._copies.down(entry) for entry in entries]

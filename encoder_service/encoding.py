@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from chiasm.cache.form import Form
 from chiasm.errors import InvalidRequest, ServerError
 from chiasm.media.sample import pick
 from chiasm.media.types import Decoded, Frame
@@ -35,6 +36,7 @@ class Encoding:
 
     Args:
         lease: seconds that an entry stays pinned where the call does not say.
+        form: of its entries.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Encoding:
         turn: Turn,
         *,
         lease: float,
+        form: Form,
     ) -> None:
         self._engine = engine
         self._memo = memo
@@ -55,6 +58,7 @@ class Encoding:
         self._inbox = inbox
         self._turn = turn
         self._lease = to_seconds(opened.lease) or lease
+        self._form = form
         listed = opened.media.HasField("frames") and convert.kind_of(opened.media.kind) == "video"
         self._options = convert.sampling_options(opened.sampling, every_frame=listed)
         self._told = opened.HasField("file_digest")  # what its bytes are
@@ -89,7 +93,8 @@ class Encoding:
 
     @property
     def _asked(self) -> Asked:
-        return Asked(self._open.tenant_root, self._open.file_digest, self._open.media.kind, self._options)
+        opened = self._open
+        return Asked(opened.tenant_root, opened.file_digest, opened.media.kind, self._options, self._form)
 
     def _want_bytes(self, found: pb.Probe | None) -> epb.EncodeResponse:
         self._bytes_wanted = True
@@ -195,7 +200,7 @@ class Encoding:
             await self._inbox.ended()
 
     async def _find(self, announcing: Announcing, plan: MediumPlan, unit: pb.Unit) -> epb.EncodeReady | None:
-        cost = plan.tokens * self._engine.bytes_per_token
+        cost = self._engine.entry_bytes(plan.tokens, self._form)
         await self._inbox.spend(cost)
         ready = await announcing.find(unit.index, unit.key)
         if ready is None:
@@ -238,12 +243,14 @@ class Encoding:
     def _announcing(self, plan: MediumPlan, go: epb.EncodeGo) -> Announcing:
         root = self._open.tenant_root
         share = self._engine.share(root, key=self._open.fairness_key.encode(), priority=self._open.priority)
-        return Announcing(self._engine, plan, root=root, seconds=self._lease, afresh=go.afresh, share=share)
+        return Announcing(
+            self._engine, plan, root=root, seconds=self._lease, form=self._form, afresh=go.afresh, share=share
+        )
 
     def _sized(
         self, plan: MediumPlan, indices: Sequence[int], *, revision: int, final: bool = False
     ) -> epb.EncodeSized:
-        offsets, cost = self._material.probed.frame_offsets, self._engine.bytes_per_token
+        offsets, cost = self._material.probed.frame_offsets, self._engine.bytes_per_token(self._form)
         return convert.sized(plan, indices, offsets, revision=revision, bytes_per_token=cost, final=final)
 
     async def _encode(
@@ -280,7 +287,7 @@ class Encoding:
         number: Callable[[Frame], int],
     ) -> Decoded | None:
         """Starts a unit for each wanted frame as it comes. Returns how the decoding ended."""
-        cost = plan.tokens * self._engine.bytes_per_token
+        cost = self._engine.entry_bytes(plan.tokens, self._form)
         enough = max((run.first + run.count for run in go.units), default=0) if go.part else None
         decoded: Decoded | None = None
         try:

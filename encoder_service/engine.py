@@ -18,6 +18,7 @@ import torch
 
 from chiasm.attention.choose import varlen
 from chiasm.cache.entry import Contract, unit_key
+from chiasm.cache.form import Form
 from chiasm.cache.place import Place
 from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import EntryStore, Lease
@@ -69,6 +70,7 @@ class EncoderEngine:
         max_patches, max_units: of one pass through the model. A unit of more patches is refused.
         max_elements: which every tensor of a pass must have fewer than.
         trunk: computes what the half's own would (`device.Device`).
+        forms: of entries that it makes, the one first that is made where nothing else is asked for.
     """
 
     def __init__(
@@ -83,9 +85,11 @@ class EncoderEngine:
         max_units: int = MAX_UNITS,
         max_elements: int = MAX_ELEMENTS,
         trunk: Trunk | None = None,
+        forms: Sequence[Form] = tuple(Form),
     ) -> None:
         self.processor = processor
-        self.identity = identity_of(half.entry_shape, processor, fingerprint=fingerprint, dtype=half.dtype)
+        self.forms = tuple(forms)
+        self.identity = identity_of(processor, fingerprint=fingerprint, dtype=half.dtype)
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
         self.half = half
@@ -95,7 +99,7 @@ class EncoderEngine:
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
         self._flights = Flights()
         self._batcher = Batcher(self.bounds)
-        self.publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid))
+        self.publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid, unit.form))
         self._passes = asyncio.Semaphore(PASSES)
         self._work = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
@@ -116,10 +120,13 @@ class EncoderEngine:
         """Units that wait for the model or are in it, or on their way from it into the store."""
         return len(self._flights)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of an entry per vision token."""
-        return self.half.entry_shape.bytes_per_token(self.half.dtype)
+    def bytes_per_token(self, form: Form) -> int:
+        """Bytes that a vision token adds to an entry."""
+        return self.half.entry_shape.bytes_per_token(form, self.half.dtype)
+
+    def entry_bytes(self, tokens: int, form: Form) -> int:
+        """Bytes of an entry of so many vision tokens."""
+        return self.half.entry_shape.bytes_of(tokens, form, self.half.dtype)
 
     def check(self, grid: Grid) -> None:
         """Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold."""
@@ -142,27 +149,30 @@ class EncoderEngine:
         *,
         root: bytes,
         lease: Lease,
+        form: Form | None = None,
         afresh: bool = False,
         share: Share | None = None,
     ) -> Announced:
         """Makes sure that one frame's entry is in the store, pinned while `lease` lasts: `prepare`, then
         `announce_unit`, and as they do."""
-        unit = await self.prepare(frame, plan, root=root)
+        unit = await self.prepare(frame, plan, root=root, form=form)
         return await self.announce_unit(unit, lease=lease, afresh=afresh, share=share)
 
-    async def prepare(self, frame: Rgb, plan: MediumPlan, *, root: bytes) -> Unit:
+    async def prepare(self, frame: Rgb, plan: MediumPlan, *, root: bytes, form: Form | None = None) -> Unit:
         """A frame resized, and its key.
 
         Args:
             frame: (height, width, 3) as decoded; it is resized to the plan's size.
             root: the tenant's root, under which the key is made.
+            form: one of `forms`; by default the first. Of one frame each form is an entry of its own.
 
         Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold.
         """
         self.check(plan.grid)
         if self._ending:
             raise _ending()
-        return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root)
+        form = self.forms[0] if form is None else form
+        return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root, form)
 
     async def announce_unit(
         self, unit: Unit, *, lease: Lease, afresh: bool = False, share: Share | None = None
@@ -176,7 +186,7 @@ class EncoderEngine:
         Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
         units in flight are encoded once; a caller that is cancelled leaves the others alone.
         """
-        contract = self.contract(unit.key, unit.grid)
+        contract = self.contract(unit.key, unit.grid, unit.form)
         try:
             if unit.key not in self._flights and not afresh:
                 known = await self.known(contract, lease)
@@ -239,7 +249,7 @@ class EncoderEngine:
                 await self._work.wait()
                 continue
             self.counts.batches.append(len(batch))
-            entries = await self.device.encode([flight.unit.pixels for flight in batch])
+            entries = await self.device.encode([(flight.unit.pixels, flight.unit.form) for flight in batch])
             self._publish(batch, entries)
 
     def _publish(self, batch: Sequence[Flight], entries: Sequence[Entry | Exception]) -> None:
@@ -299,12 +309,13 @@ class EncoderEngine:
         for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
             await asyncio.to_thread(end)
 
-    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> Unit:
+    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes, form: Form) -> Unit:
         chw = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
         pixels = resize(chw, plan.height, plan.width)[0].contiguous()
-        return Unit(unit_key(root, self.identity_digest, plan.grid, [pixels]), pixels, plan.grid, root)
+        key = unit_key(root, self.identity_digest, plan.grid, [pixels], form=form, dtype=self.half.dtype)
+        return Unit(key, pixels, plan.grid, form, root)
 
-    def contract(self, key: EntryKey, grid: Grid) -> Contract:
+    def contract(self, key: EntryKey, grid: Grid, form: Form) -> Contract:
         """What the entry of a unit is."""
         return contract_of(
             self.half.entry_shape,
@@ -313,6 +324,7 @@ class EncoderEngine:
             identity=self.identity_digest,
             dtype=self.half.dtype,
             grid=grid,
+            form=form,
         )
 
 

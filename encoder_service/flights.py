@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from chiasm.cache.form import Form
 from chiasm.cache.place import Place
 from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import Lease
@@ -25,12 +26,14 @@ class Unit(NamedTuple):
 
     Attributes:
         pixels: uint8 RGB (3, height, width) as it is encoded.
+        form: of its entry.
         root: of the tenant, under which the key was made.
     """
 
     key: EntryKey
     pixels: Tensor
     grid: Grid
+    form: Form
     root: bytes
 
     @property

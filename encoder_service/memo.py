@@ -16,6 +16,7 @@ import blake3
 from google.protobuf.message import DecodeError
 
 from chiasm.cache.entry import tag_secret
+from chiasm.cache.form import Form
 from chiasm.cache.framing import framed, u32
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import EntryStore
@@ -44,12 +45,14 @@ class Asked(NamedTuple):
         root: the tenant's.
         digest: `chiasm.rpc.medium`.
         kind: as the wire has it.
+        form: in which its entries are wanted.
     """
 
     root: bytes
     digest: bytes
     kind: int
     options: SamplingOptions
+    form: Form
 
 
 class Remembered(NamedTuple):
@@ -151,7 +154,7 @@ class Memo:
         """Under the tenant's root, as an entry's, and in a domain of its own."""
         what = [b"chiasm memo", u32(FORMAT), self._identity, asked.digest, u32(asked.kind)]
         what.append(repr(asked.options).encode())
-        what.append(b"" if plan is None else repr(plan).encode())
+        what.append(b"" if plan is None else u32(asked.form) + repr(plan).encode())
         return blake3.blake3(framed(what), key=asked.root).digest()
 
 

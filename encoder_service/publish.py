@@ -55,7 +55,7 @@ class Publisher:
         left who was not told.
 
         Args:
-            entry: brings it to the host, (layers, K|V, heads, tokens, dim).
+            entry: brings its payload to the host.
             stuck: called once if the store is too full for now.
 
         Raises ServerError NONFINITE, and Overloaded if the store stays full for as long as a lease lasts, or could

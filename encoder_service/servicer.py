@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from chiasm.cache import wire
+from chiasm.cache.form import Form
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
@@ -74,7 +75,6 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         self.quarantine = Quarantine()
         self.memo = Memo(engine.store, identity=engine.identity_digest, workers_secret=engine.workers_secret)
         self._family = family
-        self._form = wire.form_code(engine.identity.form)
         self._me = me or replica(device="cpu")
         self._draining = draining
 
@@ -83,7 +83,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             name=self.name,
             family=self._family,
             fingerprint=self.engine.identity_digest,
-            forms=[self._form],
+            forms=[wire.form_code(form) for form in self.engine.forms],
             dtype=wire.dtype_code(self.engine.identity.dtype),
         )
         held = self.engine.store.stats()
@@ -130,7 +130,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             self._check(opened)
             try:
                 material = Material.of(opened, inbox, self.sandbox, self.quarantine)
-                encoding = Encoding(self.engine, self.memo, material, opened, inbox, turn, lease=self.lease)
+                encoding = Encoding(
+                    self.engine, self.memo, material, opened, inbox, turn, lease=self.lease, form=self.form_of(opened)
+                )
                 async with aclosing(encoding.run()) as responses:
                     async for response in responses:
                         if response.HasField("end"):
@@ -163,7 +165,19 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             raise Unsupported("FEATURE_DISABLED", "this worker fetches no media")
         if opened.HasField("budget"):
             raise Unsupported("FEATURE_DISABLED", "budget is not served", facts={"field": "budget"})
-        if opened.form not in (pb.ENTRY_FORM_UNSPECIFIED, self._form):
+        self.form_of(opened)
+
+    def form_of(self, opened: epb.EncodeOpen) -> Form:
+        """The form that was asked for. Raises Unsupported for one that is not made here."""
+        if opened.form == pb.ENTRY_FORM_UNSPECIFIED:
+            return self.engine.forms[0]
+        form = wire.form_of(opened.form)
+        if form is None or form not in self.engine.forms:
+            made = ", ".join(one.label for one in self.engine.forms)
+            got = str(int(opened.form)) if form is None else form.label
             raise Unsupported(
-                "FEATURE_DISABLED", "this worker announces another form of entry", facts={"field": "form"}
+                "FEATURE_DISABLED",
+                f"entries of form {got} are not made here, only {made}",
+                facts={"field": "form", "got": got, "made": made},
             )
+        return form

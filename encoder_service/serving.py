@@ -40,6 +40,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             max_patches=settings.max_patches,
             max_units=settings.max_units,
             trunk=trunk,
+            forms=settings.offer_forms,
         )
         limits = Limits()
         try:

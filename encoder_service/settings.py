@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from chiasm.cache.form import Form
 from chiasm.settings import WorkerSettings
 from encoder_service.bounds import MAX_PATCHES, MAX_UNITS
+
+
+def _forms(value: object) -> object:
+    """Labels parted by commas, to forms."""
+    if not isinstance(value, str):
+        return value
+    known = {form.label: form for form in Form}
+    labels = [label.strip() for label in value.split(",")]
+    if len(set(labels)) < len(labels) or not set(labels) <= set(known):
+        raise ValueError(f"must be some of {','.join(known)}, each once")
+    return tuple(known[label] for label in labels)
 
 
 class EncoderSettings(WorkerSettings):
@@ -26,6 +41,11 @@ class EncoderSettings(WorkerSettings):
     )
     graph_patches: int = Field(
         default=4096, ge=256, multiple_of=16, description="patches of the largest pass that is a CUDA graph"
+    )
+    offer_forms: Annotated[tuple[Form, ...], NoDecode, BeforeValidator(_forms)] = Field(
+        default=tuple(Form),
+        min_length=1,
+        description="forms of entries that decoders may ask for, parted by commas, the default first",
     )
     max_running: int = Field(default=64, ge=1, description="media that are decoded and encoded at a time")
     max_waiting: int = Field(

@@ -133,6 +133,9 @@ class Coordinator(Work):
             worker = await self.reach_decoder()
             self._attempt += 1
             self._told = self._timeline_so_far()
+            for medium in self.media:
+                for ready in [*medium.announced.values()]:
+                    self.on_ready(medium, ready)
             if first:
                 for medium in self.media:
                     self.start(medium.run)
@@ -187,15 +190,13 @@ class Coordinator(Work):
         return False
 
     def _timeline_so_far(self) -> Outbox[dpb.DecodeRequest]:
-        """Everything that a decoder is to be told and that is known already, in an order that it takes."""
+        """What a decoder is to be told of the timeline and that is known already, in an order that it takes."""
         told: Outbox[dpb.DecodeRequest] = Outbox()
         told.put(dpb.DecodeRequest(open=self._opened()))
         told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
         for medium in self.media:
             if medium.sized is not None:
                 told.put(sized_at(medium))
-            for ready in medium.announced.values():
-                told.put(_ready_at(medium, ready))
         return told
 
     def _opened(self) -> dpb.DecodeOpen:
@@ -264,7 +265,10 @@ class Coordinator(Work):
         self._told.put(sized_at(encoding))
 
     def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
-        self._told.put(_ready_at(encoding, ready))
+        if self.takes(ready.entry.form):
+            self._told.put(_ready_at(encoding, ready))
+        else:  # it was made for a decoder that was lost; this one takes other forms
+            encoding.missing(ready.unit)
 
 
 def sized_at(medium: Encoding, *, final: bool = False) -> dpb.DecodeRequest:

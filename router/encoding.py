@@ -34,8 +34,8 @@ EXECUTIONS: Final = 2
 class Request(Protocol):
     """What a medium needs to know of its request."""
 
-    async def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
-        """How the medium's call begins."""
+    async def open(self, encoding: Encoding, attempt: int, worker: EncoderWorker) -> epb.EncodeOpen:
+        """How the medium's call to a worker begins."""
         ...
 
     async def encoder(self, encoding: Encoding, rank: int) -> EncoderWorker:
@@ -214,7 +214,7 @@ class Encoding:
         except InvalidRequest as error:  # an upload that broke off before its first piece
             raise error.at(self.item) from None
         self._attempt += 1
-        call = Dispatch(await self._request.open(self, self._attempt), self.source)
+        call = Dispatch(await self._request.open(self, self._attempt, worker), self.source)
         if self._siblings is not None:
             call.siblings(self._siblings)
             if part is not None:

@@ -7,14 +7,18 @@ A fleet only chooses. It never sends a request again: what to do about a worker 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from chiasm.errors import Unavailable
+from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+
+Form: TypeAlias = pb.EntryForm.ValueType
+"""Of entries, as the wire has it. Workers may speak of forms that this router has never heard of."""
 
 
 class EncoderCalls(Protocol):
@@ -75,6 +79,7 @@ class Worker(Generic[C]):
         replica_id: names this life; a restarted process is another worker.
         calls: what it can be asked.
         reach: of its entries.
+        forms: of entries that it makes or takes, for each model that it serves; what it would rather have comes first.
 
     Attributes:
         running: calls of this router that it works on.
@@ -82,10 +87,13 @@ class Worker(Generic[C]):
         silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
-    def __init__(self, replica_id: bytes, calls: C, *, reach: Reach = _HERE) -> None:
+    def __init__(
+        self, replica_id: bytes, calls: C, *, reach: Reach = _HERE, forms: Mapping[str, Sequence[Form]] | None = None
+    ) -> None:
         self.replica_id = replica_id
         self.calls = calls
         self.reach = reach
+        self.forms: Mapping[str, Sequence[Form]] = forms or {}
         self.running = 0
         self.load = 0
         self.silent = asyncio.Event()
@@ -134,6 +142,13 @@ EncoderWorker = Worker[EncoderCalls]
 DecoderWorker = Worker[DecoderCalls]
 
 
+def common_form(encoder: EncoderWorker, decoder: DecoderWorker, model: str) -> Form | None:
+    """The form in which a pair hands over entries of a model: the first of the decoder's that the encoder makes. None
+    if there is none."""
+    made = encoder.forms.get(model, ())
+    return next((form for form in decoder.forms.get(model, ()) if form in made), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model as its workers describe it.
@@ -179,7 +194,8 @@ class Fleet(Protocol):
         ...
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
-        """An encoder whose entries `decoder` can read, on its own node if there is any. Waits as `decoder` does.
+        """An encoder whose entries `decoder` can read, where they lie and in a form it takes (`common_form`), on its
+        own node if there is any. Waits as `decoder` does.
 
         Args:
             hint: equal ones prefer the same encoder.

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 from chiasm.errors import ChiasmError, DeadlineExceeded
 from chiasm.rpc.v1 import common_pb2 as pb
-from router.fleet import Reach, Worker
+from router.fleet import Form, Reach, Worker
 
 INFO_SECONDS: Final = 5.0
 """A worker that does not say who it is within this time is not asked anything else."""
 
 FIRST_RETRY: Final = 0.1
 """Seconds to the second question to a worker that did not answer; each later wait is twice as long, up to a beat."""
+
+
+class Model(Protocol):
+    """What both say of a model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def forms(self) -> Iterable[Form]: ...
 
 
 class Info(Protocol):
@@ -30,6 +39,8 @@ class Info(Protocol):
     def load(self) -> pb.Load: ...
     @property
     def draining(self) -> bool: ...
+    @property
+    def models(self) -> Iterable[Model]: ...
 
 
 C = TypeVar("C")
@@ -131,7 +142,8 @@ class Member(Generic[C, I]):
             if worker is None or worker.replica_id != info.replica.replica_id or worker.silent.is_set():
                 self._before = [past for past in (worker, *self._before) if past is not None and past.running]
                 reach = Reach(info.replica.arena_id, info.replica.shared_store_id)
-                worker = Worker(info.replica.replica_id, self._calls, reach=reach)
+                forms = {model.name: tuple(model.forms) for model in info.models}
+                worker = Worker(info.replica.replica_id, self._calls, reach=reach, forms=forms)
             worker.load = info.load.running + info.load.waiting
             self._worker = worker
             self._up = (worker, info)

@@ -7,6 +7,7 @@ too. Membership changes as answers do; nobody starts or stops workers here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,22 @@ from typing import Final, TypeVar, cast
 from blake3 import blake3
 
 from chiasm.errors import Unavailable
+from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Reach, Served
+from router.fleet import (
+    DecoderCalls,
+    DecoderWorker,
+    EncoderCalls,
+    EncoderWorker,
+    Form,
+    Served,
+    common_form,
+)
 from router.member import Member, Members, addresses
 from router.remote import RemoteDecoder, RemoteEncoder
+
+_log = logging.getLogger(__name__)
 
 W = TypeVar("W")
 
@@ -47,6 +59,7 @@ class StaticFleet:
         self._encoders = Members(encoders, self._encoder_at)
         self._decoders = Members(decoders, self._decoder_at)
         self._known: dict[str, Served] = {}
+        self._formless: set[tuple[str, tuple[str, ...], tuple[str, ...]]] = set()  # of which it was told
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -85,19 +98,19 @@ class StaticFleet:
             return [worker for worker, info in self._decoders.up() if _serves(info, model)]
 
         def choose() -> DecoderWorker | None:
-            found = [worker for worker in decoders() if self._encoders_of(model, worker.reach)]
+            found = [worker for worker in decoders() if self._encoders_of(model, worker)]
             # Power of two choices: nearly as even as asking all of them, and no herd towards the emptiest.
             return min(random.sample(found, min(2, len(found))), key=lambda worker: worker.busyness, default=None)
 
         return await self._wait_for(choose, lambda: _missing("encoder" if decoders() else "decoder", model))
 
     def count_encoders(self, model: Served, decoder: DecoderWorker) -> int:
-        return len(self._encoders_of(model, decoder.reach))
+        return len(self._encoders_of(model, decoder))
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
         def choose() -> EncoderWorker | None:
             # Rendezvous hashing: equal media meet where their entries are made, and a lost worker moves only its own.
-            found = self._encoders_of(model, decoder.reach)
+            found = self._encoders_of(model, decoder)
             found.sort(key=lambda worker: blake3(hint + worker.replica_id).digest(), reverse=True)
             return found[rank % len(found)] if found else None
 
@@ -119,14 +132,26 @@ class StaticFleet:
         for worker, info in self._decoders.up():
             for model in info.models:
                 served = Served(model.name, model.fingerprint, model.family, model.context_limit, model.layers)
-                if self._encoders_of(served, worker.reach):
+                if self._encoders_of(served, worker):
                     pairs[model.name] = served
         return pairs
 
-    def _encoders_of(self, model: Served, reach: Reach) -> list[EncoderWorker]:
-        """Those whose entries can be read there: of the same node if there are any, for what lies there is nearest."""
-        found = [w for w, info in self._encoders.up() if w.reach.meets(reach) and _serves(info, model)]
-        return [worker for worker in found if worker.reach.arena == reach.arena] or found
+    def _encoders_of(self, model: Served, decoder: DecoderWorker) -> list[EncoderWorker]:
+        """The encoders whose entries a decoder can read: of its own node if there are any, for what lies there is
+        nearest."""
+        fit = [w for w, info in self._encoders.up() if w.reach.meets(decoder.reach) and _serves(info, model)]
+        speaks = [worker for worker in fit if common_form(worker, decoder, model.name) is not None]
+        for worker in fit:
+            if worker not in speaks:
+                self._tell_formless(model.name, worker, decoder)
+        return [worker for worker in speaks if worker.reach.arena == decoder.reach.arena] or speaks
+
+    def _tell_formless(self, model: str, encoder: EncoderWorker, decoder: DecoderWorker) -> None:
+        """Says, once of such forms, that two workers fit but for them."""
+        made, taken = (tuple(_name(form) for form in worker.forms.get(model, ())) for worker in (encoder, decoder))
+        if (model, made, taken) not in self._formless:
+            self._formless.add((model, made, taken))
+            _log.warning("no common form", extra={"model": model, "encoder": made, "decoder": taken})
 
     async def changed(self) -> None:
         """Returns when a worker has come or gone."""
@@ -164,6 +189,10 @@ class StaticFleet:
 
 def _serves(info: epb.EncoderInfoResponse | dpb.DecoderInfoResponse, model: Served) -> bool:
     return any((m.name, m.fingerprint) == (model.name, model.fingerprint) for m in info.models)
+
+
+def _name(form: Form) -> str:
+    return pb.EntryForm.Name(form) if form in pb.EntryForm.values() else str(form)
 
 
 def _missing(role: str, model: Served) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from chiasm.errors import ConnectionFailed, StatusError
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.encoding import Encoding
-from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served
+from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served, common_form
 from router.media import Source
 from router.spread import Spread
 
@@ -140,6 +140,11 @@ class Work(ABC):
         there = self.fleet.count_encoders(self.model, self.decoder)
         return replace(self._spread, encoders=min(there, self._spread.encoders))
 
+    def takes(self, form: pb.EntryForm.ValueType) -> bool:
+        """Whether the decoder attaches entries of a form, as far as it has told."""
+        told = None if self.decoder is None else self.decoder.forms.get(self.model.name)
+        return told is None or form in told
+
     async def encoder(self, encoding: Encoding, rank: int) -> EncoderWorker:
         hint = await encoding.source.hint()
         encoding.waiting = True
@@ -161,7 +166,9 @@ class Work(ABC):
 
     # -- media -------------------------------------------------------------------------------------------------------
 
-    async def open(self, encoding: Encoding, attempt: int) -> epb.EncodeOpen:
+    async def open(self, encoding: Encoding, attempt: int, worker: EncoderWorker) -> epb.EncodeOpen:
+        assert self.decoder is not None, "encoders are asked for a decoder"
+        form = common_form(worker, self.decoder, self.model.name)
         source = encoding.source
         media, digest = pb.MediaHeader(), await source.digest()
         media.CopyFrom(source.header)
@@ -179,7 +186,8 @@ class Work(ABC):
             sampling=self._asked[encoding.slot].sampling,
             file_digest=digest,
             initial_credit=self._credit,
-            reader_arena_id=self.decoder.reach.arena if self.decoder is not None else b"",
+            reader_arena_id=self.decoder.reach.arena,
+            form=pb.ENTRY_FORM_UNSPECIFIED if form is None else form,
         )
 
     def on_probed(self, encoding: Encoding) -> None:

@@ -30,6 +30,16 @@ class DType(StrEnum):
     FLOAT64 = "float64"
 
 
+class EntryForm(StrEnum):
+    """What an entry of the cache holds."""
+
+    AUTO = "auto"
+    CROSS_KV = "cross_kv"
+    STATES = "states"
+    CROSS_KV_INT8 = "cross_kv_int8"
+    CROSS_KV_FP8 = "cross_kv_fp8"
+
+
 app = typer.Typer(
     help="Chiasm: disaggregated serving for vision-language models.",
     no_args_is_help=True,
@@ -112,6 +122,13 @@ def serve(
         DType | None,
         typer.Option(envvar="CHIASM_DTYPE", help="Default: float32 on a CPU, else the checkpoint's own."),
     ] = None,
+    form: Annotated[
+        EntryForm | None,
+        typer.Option(
+            envvar="CHIASM_FORMS",
+            help="What the cache holds of a frame. Default: keys and values or states, as is measured to be quicker.",
+        ),
+    ] = None,
     arena_bytes: Annotated[
         int | None,
         typer.Option(
@@ -149,6 +166,7 @@ def serve(
             http=http,
             device=device,
             dtype=dtype.value if dtype else None,
+            form=form.value if form else None,
             arena_bytes=arena_bytes,
             encoders=encoders,
             decoders=decoders,

@@ -41,6 +41,7 @@ class Options:
         listen: `HOST:PORT` or `unix:PATH` of the router; port 0 takes a free one.
         http: `HOST:PORT` of the router's `/metrics`, `/healthz` and `/readyz`; None for none.
         device, dtype: where the workers compute, and in what; None is for each device its usual.
+        form: of entries that decoders ask for; None lets them measure and agree.
         arena_bytes: None for a share of what is free.
         insecure: lets the router listen where other machines reach it.
         parent: a folder in memory, in which that of the run is made.
@@ -52,6 +53,7 @@ class Options:
     http: str | None = None
     device: str = "cpu"
     dtype: str | None = None
+    form: str | None = None
     arena_bytes: int | None = None
     encoders: int = 1
     decoders: int = 1
@@ -116,6 +118,7 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
     names = {kind: [f"{kind}-{index}" for index in range(count)] for kind, count in kinds.items()}
     environment = threads(os.environ, sum(kinds.values()))
     dtype = {"--dtype": options.dtype} if options.dtype is not None else {}
+    form = {"--forms": options.form} if options.form is not None else {}
     workers = [
         _role(
             name,
@@ -127,6 +130,7 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
                 "--workers-secret-file": str(folder.workers_secret),
                 "--device": options.device,
                 **dtype,
+                **(form if kind == "decoder" else {}),
             },
             {"--listen": folder.socket(name), "--http": "none"},
             environment,

@@ -5,18 +5,26 @@ from __future__ import annotations
 import torch
 
 from chiasm.cache.entry import Contract, Identity
+from chiasm.cache.form import Form
 from chiasm.cache.sealed import EntryKey
 from chiasm.models.family import EntryShape, Grid, Processor
 
 
-def identity_of(shape: EntryShape, processor: Processor, *, fingerprint: str, dtype: torch.dtype) -> Identity:
-    """What all entries of a model have in common, from `Checkpoint.fingerprint` and what shapes its entries."""
-    return Identity(fingerprint, processor.describe(), shape.form, dtype)
+def identity_of(processor: Processor, *, fingerprint: str, dtype: torch.dtype) -> Identity:
+    """What all entries of a model have in common, from `Checkpoint.fingerprint` and how it is computed."""
+    return Identity(fingerprint, processor.describe(), dtype)
 
 
 def contract_of(
-    shape: EntryShape, processor: Processor, *, key: EntryKey, identity: bytes, dtype: torch.dtype, grid: Grid
+    shape: EntryShape,
+    processor: Processor,
+    *,
+    key: EntryKey,
+    identity: bytes,
+    dtype: torch.dtype,
+    grid: Grid,
+    form: Form = Form.CROSS_KV,
 ) -> Contract:
-    """What the entry of one unit of that grid is."""
+    """What the entry of one unit of that grid is, computed in a type and kept in a form."""
     tokens = processor.unit_layout(grid).vision_tokens
-    return Contract(key, identity, shape.form, dtype, grid, shape.of(tokens))
+    return Contract(key, identity, form, dtype, grid, shape.of(tokens, form))

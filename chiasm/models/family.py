@@ -89,19 +89,31 @@ class MediumPlan:
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """What an entry of this model looks like: its form, and (layers, K|V, heads, tokens, dim) without the tokens."""
+    """What entries of this model look like, in every form.
 
-    form: Form
+    Attributes:
+        layers: that attend to visual tokens.
+        heads: of keys and values, in each of those layers.
+        dim: width of a head.
+        hidden: width of a visual state, before it is projected to keys and values.
+    """
+
     layers: int
     heads: int
     dim: int
+    hidden: int
 
-    def of(self, tokens: int) -> tuple[int, int, int, int, int]:
+    def of(self, tokens: int, form: Form = Form.CROSS_KV) -> tuple[int, ...]:
         """The shape of an entry of so many vision tokens."""
-        return (self.layers, 2, self.heads, tokens, self.dim)
+        return (tokens, self.hidden) if form is Form.STATES else (self.layers, 2, self.heads, tokens, self.dim)
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.layers * 2 * self.heads * self.dim * dtype.itemsize
+    def bytes_of(self, tokens: int, form: Form, dtype: torch.dtype) -> int:
+        """Bytes of an entry's payload, computed in a type; scales included."""
+        return form.payload_bytes(self.of(tokens, form), dtype.itemsize)
+
+    def bytes_per_token(self, form: Form, dtype: torch.dtype) -> int:
+        """What a vision token adds to that."""
+        return self.bytes_of(2, form, dtype) - self.bytes_of(1, form, dtype)
 
 
 class Processor(Protocol):
@@ -201,11 +213,18 @@ class EncoderHalf(Protocol):
     """Of the blocks' attention."""
 
     def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
-        """Resized uint8 RGB frames, each (3, height, width), to entries, each (layers, 2, heads, tokens, dim).
+        """Resized uint8 RGB frames, each (3, height, width), to keys and values:
+        (layers, 2, heads, tokens, dim) each.
 
         Args:
             trunk: what gives the same as the half's own.
         """
+        ...
+
+    def encode_states(
+        self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+    ) -> list[Tensor]:
+        """The same frames to the states of which keys and values are made, each (tokens, hidden)."""
         ...
 
     def largest_tensor(self, patches: int, units: int) -> int:
@@ -227,6 +246,16 @@ class DecoderHalf(Protocol):
     head_dim: int
     vocab_size: int
     max_positions: int
+
+    @property
+    def projects(self) -> bool:
+        """Whether it makes keys and values of states: it then holds what the encoder half does that with too."""
+        ...
+
+    def project(self, states: Tensor) -> Tensor:
+        """(tokens, hidden) states of a unit to (layers, 2, heads, tokens, dim), keys normed and not rotated. Only where
+        it `projects`."""
+        ...
 
     def place(self, entry: Tensor, positions_3t: Tensor) -> Tensor:
         """(layers, 2, heads, tokens, dim) entry with its keys rotated to where the unit is laid."""
@@ -261,6 +290,10 @@ class Family(Protocol[C]):
 
     def prompt(self, config: C, tokenizer: Tokenizer, template: str | None) -> Prompt: ...
 
+    def entry_shape(self, config: C) -> EntryShape:
+        """That of both halves."""
+        ...
+
     def weights(self, config: C) -> WeightTable:
         """Every tensor of a checkpoint of that configuration, and which half owns it."""
         ...
@@ -269,6 +302,6 @@ class Family(Protocol[C]):
         """The encoder half, a `torch.nn.Module`, allocated and not filled."""
         ...
 
-    def decoder(self, config: C, *, device: torch.device, dtype: torch.dtype) -> DecoderHalf:
-        """The decoder half, a `torch.nn.Module`, allocated and not filled."""
+    def decoder(self, config: C, *, device: torch.device, dtype: torch.dtype, projects: bool = False) -> DecoderHalf:
+        """The decoder half, a `torch.nn.Module`, allocated and not filled; `projects` as it shall have it."""
         ...

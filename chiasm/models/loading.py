@@ -24,12 +24,20 @@ def region(settings: WorkerSettings) -> Region:
 
 
 @contextmanager
-def followed(model: Model, half: HalfName, progress: Callable[[int, int], object]) -> Iterator[None]:
+def followed(
+    model: Model, half: HalfName, progress: Callable[[int, int], object], *, projects: bool = False
+) -> Iterator[None]:
     """Tells, while the block loads one half of a model and asks for its fingerprint, how many of the bytes that have to
-    be read for that are read: `progress(done, total)`, after each tensor. What it raises ends the loading."""
+    be read for that are read: `progress(done, total)`, after each tensor. What it raises ends the loading.
+
+    Args:
+        projects: the half is a decoder's that projects states.
+    """
     checkpoint = model.checkpoint
     tensors = checkpoint.tensors
-    total = tensors.nbytes(model.weights.names(half)) + (0 if checkpoint.fingerprint_known else tensors.nbytes())
+    total = tensors.nbytes(model.weights.names(half, projects=projects)) + (
+        0 if checkpoint.fingerprint_known else tensors.nbytes()
+    )
     done = 0
 
     def read(count: int) -> None:

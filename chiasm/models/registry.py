@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ import chiasm.models
 from chiasm.errors import CheckpointError
 from chiasm.layers.lookup import shorten
 from chiasm.models.checkpoint import Checkpoint
-from chiasm.models.family import DecoderHalf, EncoderHalf, Family, Processor, Prompt
+from chiasm.models.family import DecoderHalf, EncoderHalf, EntryShape, Family, Processor, Prompt
 from chiasm.models.finding import SHIPPED, find, name_of
 from chiasm.models.weights import HalfName, load_half
 from chiasm.tokenizer import Tokenizer
@@ -72,15 +72,36 @@ class Model:
         """The encoder half, filled, without gradients; in the checkpoint's own type unless another is asked for."""
         return self._half("encoder", self.family.encoder, torch.device(device), dtype)
 
-    def decoder(self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> DecoderHalf:
-        """The decoder half, likewise."""
-        return self._half("decoder", self.family.decoder, torch.device(device), dtype)
+    def decoder(
+        self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, projects: bool = False
+    ) -> DecoderHalf:
+        """The decoder half, likewise; `projects`: one that makes keys and values of states."""
+        make = partial(self.family.decoder, projects=projects)
+        return self._half("decoder", make, torch.device(device), dtype, projects=projects)
 
-    def _half(self, name: HalfName, make: Callable[..., H], device: torch.device, dtype: torch.dtype | None) -> H:
+    @property
+    def entry_shape(self) -> EntryShape:
+        """What its entries look like."""
+        return self.family.entry_shape(self.config)
+
+    @property
+    def can_project(self) -> bool:
+        """Whether the folder holds what a decoder half needs to project states: one cut from a whole may not."""
+        return self.weights.can_project(self.checkpoint.tensors)
+
+    def _half(
+        self,
+        name: HalfName,
+        make: Callable[..., H],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        *,
+        projects: bool = False,
+    ) -> H:
         with _SkipInit():
             half = make(self.config, device=device, dtype=dtype or self.checkpoint.dtype)
         module = cast(nn.Module, half)
-        load_half(module, name, self.weights, self.checkpoint.tensors)
+        load_half(module, name, self.weights, self.checkpoint.tensors, projects=projects)
         module.requires_grad_(False)
         shorten(module)
         return half

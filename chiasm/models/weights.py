@@ -36,16 +36,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of one half, and the ways in which checkpoints store it: whole, or in parts."""
+    """One parameter of one half, and the ways in which checkpoints store it: whole, or in parts.
+
+    Attributes:
+        projects: a decoder half that projects states has a parameter of this name too, and fills it likewise.
+    """
 
     half: HalfName
     parameter: str
     ways: tuple[tuple[Part, ...], ...]
+    projects: bool = False
 
 
-def whole(half: HalfName, parameter: str, name: str, *shape: int) -> Weight:
+def whole(half: HalfName, parameter: str, name: str, *shape: int, projects: bool = False) -> Weight:
     """A parameter stored as one tensor."""
-    return Weight(half, parameter, ((Part(name, shape),),))
+    return Weight(half, parameter, ((Part(name, shape),),), projects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +59,40 @@ class WeightTable:
 
     weights: tuple[Weight, ...]
 
-    def of(self, half: HalfName) -> Iterator[Weight]:
-        return (weight for weight in self.weights if weight.half == half)
+    def of(self, half: HalfName, *, projects: bool = False) -> Iterator[Weight]:
+        """What a half fills; where it is a decoder's that projects states, what it has of the encoder's too."""
+        return (w for w in self.weights if w.half == half or (projects and w.projects and half == "decoder"))
 
-    def names(self, half: HalfName | None = None) -> set[str]:
+    def names(self, half: HalfName | None = None, *, projects: bool = False) -> set[str]:
         """All checkpoint names in any way of storing them, of one half or of both."""
-        chosen = self.weights if half is None else self.of(half)
+        chosen = self.weights if half is None else self.of(half, projects=projects)
         return {part.name for weight in chosen for way in weight.ways for part in way}
 
+    def can_project(self, tensors: Mapping[str, object]) -> bool:
+        """Whether a decoder half that projects states could be filled from these."""
+        return all(_way(weight, tensors)[1] is None for weight in self.weights if weight.projects)
 
-def load_half(module: nn.Module, half: HalfName, table: WeightTable, tensors: Tensors) -> None:
+
+def load_half(
+    module: nn.Module, half: HalfName, table: WeightTable, tensors: Tensors, *, projects: bool = False
+) -> None:
     """Fills every parameter of `module` from `tensors`, casting to the parameter's type.
+
+    Args:
+        projects: it is a decoder half that projects states.
 
     Raises CheckpointError listing every problem found; the module is then not to be used.
     """
     parameters = dict(module.named_parameters())
-    declared = {weight.parameter for weight in table.of(half)}
+    weights = list(table.of(half, projects=projects))
+    declared = {weight.parameter for weight in weights}
     assert declared == set(parameters), f"table and module differ: {sorted(declared ^ set(parameters))}"
     problems = [
         f"{name} is not a tensor of this model"
         for name in sorted(set(tensors) - table.names())
         if not any(pattern.fullmatch(name) for pattern in IGNORED)
     ]
-    for weight in table.of(half):
+    for weight in weights:
         way, problem = _way(weight, tensors)
         if problem:
             problems.append(problem)
@@ -85,7 +101,7 @@ def load_half(module: nn.Module, half: HalfName, table: WeightTable, tensors: Te
             problems += _check(part, tensors)
     if problems:
         raise CheckpointError(tensors.where, problems)
-    for weight in table.of(half):
+    for weight in weights:
         way, _ = _way(weight, tensors)
         _fill(parameters[weight.parameter], way, tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,18 +14,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from chiasm.cache import wire
 from chiasm.cache.entry import HEADER_BYTES, Contract, Identity, finite, open_entry, seal, tag_secret, unit_key
 from chiasm.cache.form import Form
+from chiasm.cache.place import InMemory
+from chiasm.cache.quantised import SCHEMES, quantise
 from chiasm.cache.sealed import TAG_BYTES, EntryKey, Sealed
 from chiasm.cache.tenant import tenant_root
 from chiasm.errors import ServerError
+from chiasm.rpc.v1 import common_pb2 as pb
 
 steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no fault of what is tested."""
 
 MASTER = bytes(range(32))
 SECRET = bytes(31) + b"\1"
-IDENTITY = Identity("f" * 64, b'{"resize": "a"}', Form.CROSS_KV, torch.float32)
+IDENTITY = Identity("f" * 64, b'{"resize": "a"}', torch.float32)
 SHAPE = (2, 2, 3, 7, 4)
 
 
@@ -40,6 +45,8 @@ def key(**changes: Any) -> EntryKey:
         "identity": IDENTITY.digest(),
         "grid": (4, 6),
         "pixels": [pixels(16, 24)],
+        "form": Form.CROSS_KV,
+        "dtype": torch.float32,
     }
     return unit_key(**(made | changes))
 
@@ -85,8 +92,25 @@ def changed_pixel() -> Tensor:
         {"pixels": [changed_pixel()]},
         {"pixels": [pixels(16, 24).flip(0)]},
         {"pixels": [pixels(16, 24), pixels(16, 24)]},
+        {"form": Form.STATES},
+        {"form": Form.CROSS_KV_INT8},
+        {"form": Form.CROSS_KV_FP8},
+        {"dtype": torch.bfloat16},
     ],
-    ids=["tenant", "epoch", "master", "model", "grid", "one_bit", "channels_swapped", "two_frames"],
+    ids=[
+        "tenant",
+        "epoch",
+        "master",
+        "model",
+        "grid",
+        "one_bit",
+        "channels_swapped",
+        "two_frames",
+        "states",
+        "int8",
+        "fp8",
+        "stored",
+    ],
 )
 def test_whatever_an_entry_depends_on_changes_its_key(change: dict[str, Any]) -> None:
     assert key(**change) != key()
@@ -207,6 +231,102 @@ def test_every_bit_of_the_header_counts() -> None:
             assert isinstance(open_entry(PARTS["header"](sealed(), at, bit), contract(), SECRET), str), (at, bit)
 
 
+EACH: dict[Form, tuple[int, ...]] = {
+    Form.CROSS_KV: SHAPE,
+    Form.STATES: (7, 6),
+    Form.CROSS_KV_INT8: SHAPE,
+    Form.CROSS_KV_FP8: SHAPE,
+}
+
+each_form = pytest.mark.parametrize("form", Form)
+
+
+def formed(form: Form) -> tuple[Contract, Tensor]:
+    """An entry of a form: what it is, and its payload."""
+    made = contract(form=form, shape=EACH[form], key=key(form=form))
+    numbers = torch.randn(EACH[form], generator=torch.Generator().manual_seed(2))
+    return made, quantise(numbers, form) if form.quantised else numbers
+
+
+@each_form
+def test_every_form_is_opened_as_it_was_sealed(form: Form) -> None:
+    made, numbers = formed(form)
+    entry = seal(made, numbers, SECRET)
+    assert Contract.unpack(entry.header) == made
+    assert entry.payload.nbytes == made.payload_bytes
+    opened = open_entry(entry, made, SECRET)
+    assert isinstance(opened, Tensor) and opened.dtype == numbers.dtype and torch.equal(opened, numbers)
+
+
+@each_form
+def test_any_byte_of_any_form_that_was_changed_is_seen(form: Form) -> None:
+    made, numbers = formed(form)
+    entry = seal(made, numbers, SECRET)
+    for part, size in (("header", HEADER_BYTES), ("payload", entry.payload.nbytes), ("tag", TAG_BYTES)):
+        for at in range(size):
+            assert isinstance(open_entry(PARTS[part](entry, at, at % 8), made, SECRET), str), (part, at)
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(Form, 2)])
+def test_no_form_is_read_as_another(one: Form, other: Form) -> None:
+    """Keys and values and states, and the two of 8 bits, can be of equally many bytes."""
+    made, numbers = formed(one)
+    assert open_entry(seal(made, numbers, SECRET), contract(form=other, shape=EACH[other]), SECRET) == "form"
+    assert formed(other)[0].key != made.key
+
+
+@each_form
+def test_what_is_not_finite_is_published_in_no_form(form: Form) -> None:
+    made, _ = formed(form)
+    spoiled = torch.randn(EACH[form])
+    spoiled.view(-1)[-1] = math.nan
+    with pytest.raises(ServerError) as caught:
+        seal(made, quantise(spoiled, form) if form.quantised else spoiled, SECRET)
+    assert caught.value.reason == "NONFINITE"
+
+
+@each_form
+def test_an_announcement_says_all_that_is_needed_to_read_its_form(form: Form) -> None:
+    made, _ = formed(form)
+    told = pb.Entry.FromString(wire.announce(made, InMemory()).SerializeToString())
+    assert wire.read(told) == made
+    assert told.HasField("quantization") == form.quantised
+    if form.quantised:
+        assert list(told.quantization.scale_shape) == [2, 2, 3, 4]
+        assert told.quantization.max_error == pytest.approx(SCHEMES[form].max_error)
+        assert told.quantization.computed_dtype == pb.DTYPE_FLOAT32
+
+
+@each_form
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"form": 99},
+        {"form": pb.ENTRY_FORM_EMBEDDINGS},
+        {"dtype": pb.DTYPE_INT32},
+        {"dtype": 99},
+        {"shape": [2, 2]},
+        {"shape": []},
+        {"byte_length": 1},
+        {"frame_boundaries": [1]},
+        {"frame_boundaries": []},
+        {"key": b""},
+        {"fingerprint": bytes(31)},
+        {"grid": None},
+        {"quantization": pb.Quantization(max_error=0.1)},
+    ],
+    ids=lambda change: "_".join(map(str, *change.items()))[:24],
+)
+def test_an_announcement_that_contradicts_itself_is_refused(form: Form, change: dict[str, Any]) -> None:
+    told = wire.announce(formed(form)[0], InMemory())
+    for field in change:
+        told.ClearField(field)  # type: ignore[arg-type]
+    told.MergeFrom(pb.Entry(**{field: value for field, value in change.items() if value is not None}))
+    with pytest.raises(ServerError) as caught:
+        wire.read(told)
+    assert caught.value.reason == "ENTRY_CONTRACT"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -214,12 +334,30 @@ def test_every_bit_of_the_header_counts() -> None:
         ("identity", bytes(32)),
         ("dtype", torch.bfloat16),
         ("grid", (6, 4)),
-        ("shape", (2, 2, 3, 4, 7)),
-        ("shape", (2, 2, 7, 3, 4)),
+        ("form", Form.CROSS_KV_INT8),
     ],
 )
 def test_an_entry_of_another_contract_is_refused_by_the_field_that_differs(field: str, value: Any) -> None:
     assert open_entry(sealed(), contract(**{field: value}), SECRET) == field
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape"),
+    [
+        ("layers", (3, 2, 3, 7, 4)),
+        ("heads", (2, 2, 4, 7, 4)),
+        ("tokens", (2, 2, 3, 8, 4)),
+        ("width", (2, 2, 3, 7, 8)),
+    ],
+)
+def test_an_entry_of_another_shape_is_refused_by_the_axis_that_differs(axis: str, shape: tuple[int, ...]) -> None:
+    """With both numbers."""
+    assert open_entry(sealed(), contract(shape=shape), SECRET) == axis
+    mismatch = contract().mismatch(contract(shape=shape))
+    assert mismatch is not None and mismatch.field == axis
+    at = [one != other for one, other in zip(shape, SHAPE, strict=True)].index(True)
+    assert (mismatch.got, mismatch.needed) == (str(SHAPE[at]), str(shape[at]))
+    assert f"{axis} {SHAPE[at]}, needed {shape[at]}" == str(mismatch)
 
 
 def test_an_entry_under_another_secret_is_refused() -> None:
@@ -250,7 +388,7 @@ def test_what_is_no_header_is_refused(header: bytes) -> None:
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_bytes_are_a_header_or_are_not_and_never_an_error(noise: bytes) -> None:
     known = contract().pack()
-    for header in (noise, known[:8] + noise[8:]):
+    for header in (noise, known[:8] + noise[8:], known[:80] + noise[80:]):
         found = Contract.unpack(header)
         assert found is None or found.pack() == header
 

@@ -66,6 +66,15 @@ def test_what_keeps_the_processes_loads_no_large_library() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_form_of_entries_is_said_to_decoders_alone_and_only_if_it_was_said(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for form, said in ((None, []), ("states", ["--forms", "states"])):
+        front, workers = roles(Options(folder=tmp_path, name="m", form=form, encoders=2, decoders=2), folder)
+        for role in (front, *workers):
+            at = role.command.index("--forms") if "--forms" in role.command else len(role.command)
+            assert role.command[at : at + 2] == (said if role.name.startswith("decoder") else [])
+
+
 def test_cores_are_shared_out_unless_the_user_has_said_how() -> None:
     assert threads({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"] == "7"
     assert threads({"PATH": "/bin"}, 1) == {"PATH": "/bin", "OMP_NUM_THREADS": str(cores())}

@@ -4,18 +4,24 @@ same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from chiasm.cache import wire
 from chiasm.cache.arena import ArenaStore
+from chiasm.cache.entry import Contract
+from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
-from chiasm.cache.place import InArena, Place
+from chiasm.cache.place import InArena, InMemory, Place
 from chiasm.cache.region import Region
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.errors import ServerError
 from chiasm.local import LocalService
+from chiasm.rpc.v1 import common_pb2 as pb
 from tests import digits
 from tests.asking import ask, question, running, video
 from tests.decoder_service.halves import CLOSE, halves, sized
@@ -124,6 +130,77 @@ async def test_units_that_are_announced_twice_or_do_not_fit_leave_no_pin() -> No
         with pytest.raises(ServerError) as caught:
             await system.told(system.opened(0, "Read the digits."), sized(3, side=8), *wrong, CLOSE)
         assert caught.value.reason == "FEATURE_COUNT_MISMATCH"
+
+
+def reshaped(entry: pb.Entry, axis: int, by: int) -> pb.Entry:
+    """An announcement of another shape that agrees with itself."""
+    contract = wire.read(entry)
+    shape = list(contract.shape)
+    shape[axis] += by
+    made = wire.announce(replace(contract, shape=tuple(shape)), InMemory())
+    made.lease.CopyFrom(entry.lease)
+    return made
+
+
+def remade(entry: pb.Entry, **changes: object) -> pb.Entry:
+    made = wire.announce(replace(wire.read(entry), **changes), InMemory())  # type: ignore[arg-type]
+    made.lease.CopyFrom(entry.lease)
+    return made
+
+
+MISMATCHES: dict[str, tuple[Callable[[pb.Entry], pb.Entry], str, str]] = {
+    "layers": (lambda entry: reshaped(entry, 0, 1), "4", "3"),
+    "heads": (lambda entry: reshaped(entry, 2, -1), "1", "2"),
+    "tokens": (lambda entry: reshaped(entry, 3, 2), "7", "5"),
+    "width": (lambda entry: reshaped(entry, 4, 32), "64", "32"),
+    "grid": (lambda entry: remade(entry, grid=(2, 8)), "2 x 8", "4 x 4"),
+    "dtype": (lambda entry: remade(entry, dtype=torch.bfloat16), "bfloat16", "float32"),
+    "form": (lambda entry: remade(entry, form=Form.CROSS_KV_INT8), "cross_kv_int8", "cross_kv"),
+}
+
+
+@pytest.mark.parametrize("field", MISMATCHES)
+async def test_an_announcement_that_does_not_fit_is_refused_with_the_field_and_both_values(field: str) -> None:
+    """And with no pin left behind: the store of `halves` holds none at its end."""
+    change, got, needed = MISMATCHES[field]
+    frames = [digits.frame(digits.held_out_digits()[0][0], np.random.default_rng(1))]
+    async with halves() as system:
+        (ready,) = await system.ready(frames)
+        ready.entry.CopyFrom(change(ready.entry))
+        with pytest.raises(ServerError) as caught:
+            await system.told(system.opened(0, "Read the digits."), sized(1), ready, CLOSE)
+        error = caught.value
+        assert (error.reason, error.item) == ("FEATURE_COUNT_MISMATCH", "slot 0")
+        assert error.facts == {"unit": 0, "field": field, "got": got, "needed": needed}
+        assert all(part in str(error) for part in (field, got, needed))
+
+
+async def test_a_unit_that_was_not_sized_is_refused_with_both_counts() -> None:
+    frames = [digits.frame(digits.held_out_digits()[i][0], np.random.default_rng(1)) for i in range(2)]
+    async with halves() as system:
+        first, second = await system.ready(frames)
+        with pytest.raises(ServerError) as caught:
+            await system.told(system.opened(0, "Read the digits."), sized(1), first, second, CLOSE)
+        assert caught.value.facts == {"unit": 1, "field": "units", "got": "2 or more", "needed": "1"}
+        await system.store.release(second.entry.key, second.entry.lease.lease_id)  # nobody knows whose it is
+
+
+async def test_an_entry_of_another_contract_in_the_store_is_a_miss_that_names_both_values() -> None:
+    """What was announced fits, what lies under the key does not, twice."""
+
+    def other(sealed: Sealed) -> Sealed:
+        found = Contract.unpack(sealed.header)
+        assert found is not None
+        return Sealed(replace(found, grid=(2, 8)).pack(), sealed.payload, sealed.tag)
+
+    clip = digits.shipped_clips()[0]
+    async with running() as service:
+        meddle(service, other, 10**6)
+        with pytest.raises(ServerError) as caught:
+            await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
+        assert caught.value.reason == "ENTRY_MISSING"
+        assert caught.value.facts == {"field": "grid", "got": "2 x 8", "needed": "4 x 4"}
+        await settled(service)
 
 
 @pytest.mark.parametrize("losing", [0, 3])

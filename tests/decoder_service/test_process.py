@@ -23,7 +23,7 @@ SERVICE = "decoder_service"
 async def test_it_says_who_it_is_answers_counts_and_comes_to_rest(tmp_path: Path) -> None:
     async with worker(SERVICE, tmp_path, "--text-tokens", "512", "--visual-tokens", "256") as running:
         ready = await running.logged("ready")
-        assert running.events == ["starting", "loading", "listening", "ready"]
+        assert running.events == ["starting", "form", "loading", "listening", "ready"]
         assert fetch(ready["http"], "/readyz").status == 200
         async with connect(ready["target"]) as channel:
             info = await answered(decoder(channel).Info(dpb.DecoderInfoRequest()))
@@ -44,6 +44,23 @@ async def test_it_says_who_it_is_answers_counts_and_comes_to_rest(tmp_path: Path
     assert after["chiasm_request_success_total:stop"] + after["chiasm_request_success_total:length"] == 1
     assert after["chiasm_kv_cache_usage_perc:self"] == after["chiasm_kv_cache_usage_perc:cross"] == 0
     assert (after["chiasm_num_requests_waiting"], after["chiasm_num_requests_running"]) == (0, 0)
+
+
+async def test_the_form_is_measured_by_the_first_decoder_of_a_store_and_taken_over_by_the_next(tmp_path: Path) -> None:
+    async with worker(SERVICE, tmp_path) as first:
+        told = await first.logged("form")
+        assert told["why"] == "measured" and told["form"] in ("cross_kv", "states")
+        quicker = "cross_kv" if told["link_gb_per_s"] >= told["break_even_gb_per_s"] else "states"
+        assert told["form"] == quicker and told["gflop_per_s"] > 0
+        async with worker(SERVICE, tmp_path) as second:
+            taken_over = await second.logged("form")
+            assert taken_over | {"timestamp": ""} == told | {"why": "agreed", "timestamp": ""}
+        async with worker(SERVICE, tmp_path, "--forms", "cross_kv_int8") as third:
+            asked = await third.logged("form")
+            assert (asked["form"], asked["why"]) == ("cross_kv_int8", "settings")
+            async with connect((await third.logged("ready"))["target"]) as channel:
+                info = await answered(decoder(channel).Info(dpb.DecoderInfoRequest()))
+            assert list(info.models[0].forms) == [pb.ENTRY_FORM_CROSS_KV_INT8, pb.ENTRY_FORM_CROSS_KV]
 
 
 async def test_it_reads_from_the_arena_what_an_encoder_left_there_that_was_killed(tmp_path: Path) -> None:

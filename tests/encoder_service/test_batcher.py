@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chiasm.cache.form import Form
 from encoder_service.batcher import Batcher, Share
 from encoder_service.bounds import Bounds
 from encoder_service.flights import Flight, Unit
@@ -17,7 +18,7 @@ _keys = itertools.count()
 
 
 def flight(rows: int = 4, columns: int = 4) -> Flight:
-    return Flight(Unit(next(_keys).to_bytes(32, "big"), torch.empty(0), (rows, columns), bytes(32)))
+    return Flight(Unit(next(_keys).to_bytes(32, "big"), torch.empty(0), (rows, columns), Form.CROSS_KV, bytes(32)))
 
 
 def batcher(max_patches: int = 64, max_units: int = 64) -> Batcher:

@@ -157,7 +157,11 @@ async def test_an_absurd_range_of_units_costs_nothing() -> None:
 
 async def test_what_is_for_another_model_or_not_built_is_refused() -> None:
     async with running() as service:
-        for change in ({"fingerprint": bytes(32)}, {"uri": "http://example.invalid"}, {"form": pb.ENTRY_FORM_STATES}):
+        for change in (
+            {"fingerprint": bytes(32)},
+            {"uri": "http://example.invalid"},
+            {"form": pb.ENTRY_FORM_EMBEDDINGS},
+        ):
             call = Call(service)
             opened = call.requests.get_nowait()
             assert opened is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from chiasm.cache.arena import ArenaStore
+from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import EntryStore, Lease
@@ -22,7 +23,7 @@ from tests.cache.arenas import KIB, entry, key, small_region
 
 ROOT, IDENTITY, SECRET = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
 PLAN = MediumPlan("video", 3, 64, 64, (16, 16), 5, False)
-ASKED = Asked(ROOT, bytes([4]) * 32, pb.MEDIA_KIND_VIDEO, SamplingOptions())
+ASKED = Asked(ROOT, bytes([4]) * 32, pb.MEDIA_KIND_VIDEO, SamplingOptions(), Form.CROSS_KV)
 PROBE = pb.Probe(kind=pb.MEDIA_KIND_VIDEO, format="mov,mp4", frames_in_file=9, flags=["rotation_applied"])
 
 

@@ -27,15 +27,17 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     assert caught.value.where == "--device"
 
 
-@pytest.mark.parametrize("half", ["encoder", "decoder"])
-def test_every_byte_that_is_read_is_told_and_read_once(half: HalfName) -> None:
+@pytest.mark.parametrize(("half", "projects"), [("encoder", False), ("decoder", False), ("decoder", True)])
+def test_every_byte_that_is_read_is_told_and_read_once(half: HalfName, projects: bool) -> None:
     model = open_model("digits")
     told: list[tuple[int, int]] = []
-    with followed(model, half, lambda done, total: told.append((done, total))):
-        (model.encoder if half == "encoder" else model.decoder)()
+    with followed(model, half, lambda done, total: told.append((done, total)), projects=projects):
+        model.encoder() if half == "encoder" else model.decoder(projects=projects)
         assert model.checkpoint.fingerprint
     tensors = model.checkpoint.tensors
-    total = tensors.nbytes(model.weights.names(half)) + sum(tensor.nbytes for tensor in tensors.values())
+    total = tensors.nbytes(model.weights.names(half, projects=projects)) + sum(
+        tensor.nbytes for tensor in tensors.values()
+    )
     assert told[0] == (0, total)
     assert told[-1] == (total, total)
     assert [done for done, _ in told] == sorted(done for done, _ in told)

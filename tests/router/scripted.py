@@ -144,7 +144,7 @@ class MeddledFleet:
     async def decoder(self, model: Served) -> DecoderWorker:
         worker = await self.inner.decoder(model)
         self.decoders = self.decoders or MeddledDecoder(worker.calls, self._meddle_decoder)
-        given = Worker[DecoderCalls](worker.replica_id, self.decoders)
+        given = Worker[DecoderCalls](worker.replica_id, self.decoders, forms=worker.forms)
         self.given.append(given)
         return given
 
@@ -157,7 +157,7 @@ class MeddledFleet:
             calls = self.others.setdefault(rank, MeddledEncoder(worker.calls, self._meddle_others[rank - 1]))
         else:
             calls = self.encoders = self.encoders or MeddledEncoder(worker.calls, self._meddle_encoder)
-        given = Worker[EncoderCalls](worker.replica_id, calls)
+        given = Worker[EncoderCalls](worker.replica_id, calls, forms=worker.forms)
         self.given.append(given)
         return given
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from chiasm.cache.form import Form
 from chiasm.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -47,7 +48,7 @@ async def test_an_estimate_is_what_the_answer_uses() -> None:
         used.ClearField("frames_decoded")
         used.ClearField("units_cached")
         assert medium.usage == used
-        assert medium.entry_bytes == used.tokens * service.encoder.bytes_per_token
+        assert medium.entry_bytes == used.tokens * service.encoder.bytes_per_token(Form.CROSS_KV)
 
 
 async def test_text_alone_is_estimated_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc, encoder_pb2_grpc
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.fleet import EncoderCalls, EncoderWorker, Served
+from router.fleet import EncoderCalls, EncoderWorker, Form, Served, common_form
 from router.member import Member, Members, addresses
 from router.remote import RemoteEncoder
 from router.static_fleet import StaticFleet
@@ -33,10 +33,15 @@ class Encoder(encoder_pb2_grpc.EncoderServicer):
     """Says who it is."""
 
     def __init__(
-        self, fingerprint: bytes = PRINT, arena: bytes = ARENA, model: str = "m", shared: bytes | None = None
+        self,
+        fingerprint: bytes = PRINT,
+        arena: bytes = ARENA,
+        model: str = "m",
+        shared: bytes | None = None,
+        forms: Sequence[Form] = (pb.ENTRY_FORM_CROSS_KV,),
     ) -> None:
         self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena, shared_store_id=shared)
-        self.models = [epb.EncoderModel(name=model, fingerprint=fingerprint)]
+        self.models = [epb.EncoderModel(name=model, fingerprint=fingerprint, forms=forms)]
         self.draining = False
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
@@ -53,9 +58,12 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
         model: str = "m",
         running: int = 0,
         shared: bytes | None = None,
+        forms: Sequence[Form] = (pb.ENTRY_FORM_CROSS_KV,),
     ) -> None:
         self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena, shared_store_id=shared)
-        self.models = [dpb.DecoderModel(name=model, fingerprint=fingerprint, family="f", context_limit=7, layers=3)]
+        model_of = dpb.DecoderModel(name=model, fingerprint=fingerprint, family="f", context_limit=7, layers=3)
+        model_of.forms.extend(forms)
+        self.models = [model_of]
         self.load = pb.Load(running=running)
 
     async def Info(self, request: dpb.DecoderInfoRequest, context: Any) -> dpb.DecoderInfoResponse:
@@ -99,7 +107,16 @@ async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder() -> Non
         await chosen.calls.reach()
 
 
-@pytest.mark.parametrize("other", [{"fingerprint": bytes(32)}, {"arena": bytes([1] * 16)}, {"model": "other"}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fingerprint": bytes(32)},
+        {"arena": bytes([1] * 16)},
+        {"model": "other"},
+        {"forms": (pb.ENTRY_FORM_STATES, pb.ENTRY_FORM_CROSS_KV_INT8)},
+    ],
+    ids=["fingerprint", "arena", "model", "forms"],
+)
 async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> None:
     async with serving(Encoder(**other)) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.3) as fleet:
         await until(lambda: len([*fleet.workers()]) == 2)
@@ -107,6 +124,36 @@ async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> Non
         with pytest.raises(Unavailable) as caught:
             await fleet.decoder(Served("m", PRINT, "f", 7, 3))
         assert caught.value.reason == "NO_READY_ENCODER" and caught.value.retryable
+
+
+async def test_workers_without_a_common_form_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    encoder, decoder = Encoder(forms=(pb.ENTRY_FORM_STATES,)), Decoder(forms=(pb.ENTRY_FORM_CROSS_KV,))
+    with caplog.at_level("WARNING", logger="router.static_fleet"):
+        async with serving(encoder) as e, serving(decoder) as d, fleet_of([e], [d]) as fleet:
+            await until(lambda: len([*fleet.workers()]) == 2)
+            for _ in range(3):
+                assert not fleet.models()
+    (record,) = [record for record in caplog.records if record.message == "no common form"]
+    assert vars(record)["encoder"] == ("ENTRY_FORM_STATES",) and vars(record)["decoder"] == ("ENTRY_FORM_CROSS_KV",)
+
+
+async def test_the_form_of_a_pair_is_the_first_of_the_decoders_that_the_encoder_makes() -> None:
+    """A decoder never gets a form it did not tell, and of several encoders only one that makes one of its forms."""
+    kv, states, int8 = pb.ENTRY_FORM_CROSS_KV, pb.ENTRY_FORM_STATES, pb.ENTRY_FORM_CROSS_KV_INT8
+    async with AsyncExitStack() as stack:
+        made = [(kv, states), (int8, kv), (int8,)]
+        e = [await stack.enter_async_context(serving(Encoder(forms=forms))) for forms in made]
+        decoder = Decoder(forms=(states, kv))
+        d = await stack.enter_async_context(serving(decoder))
+        fleet = await stack.enter_async_context(fleet_of(e, [d]))
+        model = await known(fleet)
+        await until(lambda: len([*fleet.workers()]) == 4)
+        chosen = await fleet.decoder(model)
+        agreed = set()
+        for i in range(40):
+            worker = await fleet.encoder(model, chosen, hint=bytes([i]))
+            agreed.add((tuple(worker.forms["m"]), common_form(worker, chosen, "m")))
+        assert agreed == {((kv, states), states), ((int8, kv), kv)}
 
 
 async def test_entries_stay_within_reach_of_their_decoder() -> None:

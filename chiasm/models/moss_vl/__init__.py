@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from chiasm.models.family import EntryShape
 from chiasm.models.moss_vl.config import ARCHITECTURE, Config, read_config
 from chiasm.models.moss_vl.layout import MossVLPrompt
 from chiasm.models.moss_vl.processing import MossVLProcessor
@@ -36,6 +37,9 @@ class MossVL:
     def prompt(self, config: Config, tokenizer: Tokenizer, template: str | None) -> MossVLPrompt:
         return MossVLPrompt(config, tokenizer, template)
 
+    def entry_shape(self, config: Config) -> EntryShape:
+        return config.entry_shape
+
     def weights(self, config: Config) -> WeightTable:
         from chiasm.models.moss_vl.weights import weight_table
 
@@ -46,10 +50,12 @@ class MossVL:
 
         return MossVLEncoder(config, device=device, dtype=dtype)
 
-    def decoder(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> MossVLDecoder:
+    def decoder(
+        self, config: Config, *, device: torch.device, dtype: torch.dtype, projects: bool = False
+    ) -> MossVLDecoder:
         from chiasm.models.moss_vl.text import MossVLDecoder
 
-        return MossVLDecoder(config, device=device, dtype=dtype)
+        return MossVLDecoder(config, device=device, dtype=dtype, projects=projects)
 
 
 FAMILY = MossVL()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from chiasm.cache.form import Form
 from chiasm.models.family import EntryShape
 from chiasm.models.reading import Reader
 
@@ -97,7 +96,7 @@ class Config:
     @property
     def entry_shape(self) -> EntryShape:
         t = self.text
-        return EntryShape(Form.CROSS_KV, len(t.cross_attention_layers), t.num_key_value_heads, t.head_dim)
+        return EntryShape(len(t.cross_attention_layers), t.num_key_value_heads, t.head_dim, t.hidden_size)
 
 
 def read_config(data: dict[str, object], where: str) -> Config:

@@ -18,6 +18,7 @@ from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
 from chiasm.layers.self_attention import SelfAttention
 from chiasm.models.moss_vl.config import Config, TextConfig
+from chiasm.models.moss_vl.crossing import Crossing
 
 
 class CrossAttention(nn.Module):
@@ -96,9 +97,13 @@ class CrossLayer(_Layer):
 
 
 class MossVLDecoder(nn.Module):
-    """`DecoderHalf` of MOSS-VL."""
+    """`DecoderHalf` of MOSS-VL.
 
-    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        projects: holds the cross layers' projections of visual states too, to make keys and values of them itself.
+    """
+
+    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype, projects: bool = False) -> None:
         super().__init__()
         t = config.text
         self.device = device
@@ -118,6 +123,19 @@ class MossVLDecoder(nn.Module):
         self.layers = nn.ModuleList(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
         self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
         self.lm_head = Linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
+
+        self.cross = Crossing(t, device=device, dtype=dtype) if projects else None
+
+    @property
+    def projects(self) -> bool:
+        """Whether it makes keys and values of states."""
+        return self.cross is not None
+
+    def project(self, states: Tensor) -> Tensor:
+        """(S, E) states to (layers, K|V, heads, S, D), keys normed and not rotated."""
+        assert self.cross is not None, "this half was made without the projections of visual states"
+        made: Tensor = self.cross(states)
+        return made
 
     def place(self, entry: Tensor, positions_3t: Tensor) -> Tensor:
         """(layers, K|V, heads, S, D) with its keys rotated to (3, S) positions; values are left as they are."""

@@ -1,4 +1,4 @@
-"""MOSS-VL's encoder half: frames to the keys and values of every cross layer.
+"""MOSS-VL's encoder half: frames to the keys and values of every cross layer, or to the states they are made of.
 
 It holds the vision transformer, the joint merger, the separator and the key and value projections of the cross
 layers; no language model. A frame's result depends on its pixels, its grid and the weights alone. Keys are normed and
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from chiasm.attention.backend import VarlenAttention
 from chiasm.layers.linear import linear_gelu
-from chiasm.layers.norm import RMSNorm
 from chiasm.layers.vit import VisionTransformer
 from chiasm.layers.vit_places import Grid, Places
 from chiasm.media.patches import normalise, to_patches
 from chiasm.models.family import Trunk
 from chiasm.models.moss_vl.config import Config, VisionConfig
+from chiasm.models.moss_vl.crossing import Crossing
 
 
 class JointMerger(nn.Module):
@@ -50,25 +50,6 @@ class JointMerger(nn.Module):
         inner = linear_gelu(self.linear_fc1, joined.view(-1, self.width), approximate="none")
         out: Tensor = self.linear_fc2(inner)
         return out
-
-
-class CrossingLayer(nn.Module):
-    """What a cross layer does to vision states: keys, normed and not rotated, and values."""
-
-    def __init__(self, config: Config, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        t = config.text
-        self.head_dim = t.head_dim
-        width = t.num_key_value_heads * t.head_dim
-        self.k_proj = nn.Linear(t.hidden_size, width, bias=False, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(t.hidden_size, width, bias=False, device=device, dtype=dtype)
-        self.k_norm = RMSNorm(t.head_dim, t.rms_norm_eps, device=device, dtype=dtype)
-
-    def forward(self, states_se: Tensor) -> Tensor:
-        """(S, E) to (K|V, K, S, D)."""
-        k_skd = self.k_norm(self.k_proj(states_se).view(states_se.shape[0], -1, self.head_dim))
-        v_skd = self.v_proj(states_se).view(states_se.shape[0], -1, self.head_dim)
-        return torch.stack((k_skd, v_skd)).transpose(1, 2)
 
 
 class MossVLEncoder(nn.Module):
@@ -99,9 +80,7 @@ class MossVLEncoder(nn.Module):
         )
         self.merger = JointMerger(v, device=device, dtype=dtype)
         self.separator_token = nn.Parameter(torch.empty(config.text.hidden_size, device=device, dtype=dtype))
-        self.cross = nn.ModuleList(
-            CrossingLayer(config, device=device, dtype=dtype) for _ in config.text.cross_attention_layers
-        )
+        self.cross = Crossing(config.text, device=device, dtype=dtype)
 
     def largest_tensor(self, patches: int, units: int) -> int:
         """Elements of the largest tensor that so many patches of so many frames become."""
@@ -114,18 +93,28 @@ class MossVLEncoder(nn.Module):
 
     def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
         """Resized frames, uint8 RGB (3, height, width) each, to an entry each: (cross layers, K|V, K, S, D)."""
-        v = self.config.vision
-        patches = [to_patches(normalise(f.to(self.device)), v.patch_size, v.spatial_merge_size) for f in frames]
-        grids = [(f.shape[1] // v.patch_size, f.shape[2] // v.patch_size) for f in frames]
-        return self.encode_patches(torch.cat(patches), grids, attention, trunk)
+        return self.encode_patches(*self._patches(frames), attention, trunk)
+
+    def encode_states(
+        self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+    ) -> list[Tensor]:
+        """The same frames to (S, E) states each, of which `encode` makes keys and values."""
+        patches_pv, grids = self._patches(frames)
+        states_se = self.states(patches_pv, grids, attention, trunk)
+        return list(states_se.split([self._tokens(grid) + 1 for grid in grids]))
 
     def encode_patches(
         self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention, trunk: Trunk | None = None
     ) -> list[Tensor]:
         """Normalised patches (P, values) of `grids`, one frame after another, to an entry per frame."""
-        states_se = self.states(patches_pv, grids, attention, trunk)
-        entries = torch.stack([layer(states_se) for layer in self.cross])
+        entries = self.cross(self.states(patches_pv, grids, attention, trunk))
         return list(entries.split([self._tokens(grid) + 1 for grid in grids], dim=3))
+
+    def _patches(self, frames: Sequence[Tensor]) -> tuple[Tensor, list[Grid]]:
+        """Normalised patches of frames, one frame after another, and their grids."""
+        v = self.config.vision
+        patches = [to_patches(normalise(f.to(self.device)), v.patch_size, v.spatial_merge_size) for f in frames]
+        return torch.cat(patches), [(f.shape[1] // v.patch_size, f.shape[2] // v.patch_size) for f in frames]
 
     def states(
         self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention, trunk: Trunk | None = None

@@ -1,7 +1,8 @@
 """Every tensor of a MOSS-VL checkpoint, the half that owns it and the parameter it fills. No torch code runs here.
 
 895 tensors at the released size. The encoder half owns the vision transformer, the merger, the separator and, of each
-cross layer, the three tensors that make keys and values of vision states; the decoder half owns all others.
+cross layer, the three tensors that make keys and values of vision states; the decoder half owns all others. One that
+projects states itself fills those three too.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def _crossing(config: Config) -> Iterator[Weight]:
         name = f"{_LAYERS}.{i}.cross_attn"
         for projection in ("k_proj", "v_proj"):
             shape = (t.num_key_value_heads * t.head_dim, t.hidden_size)
-            yield whole("encoder", f"cross.{number}.{projection}.weight", f"{name}.{projection}.weight", *shape)
-        yield whole("encoder", f"cross.{number}.k_norm.weight", f"{name}.k_norm.weight", t.head_dim)
+            parameter = f"cross.{number}.{projection}.weight"
+            yield whole("encoder", parameter, f"{name}.{projection}.weight", *shape, projects=True)
+        norm = f"{name}.k_norm.weight"
+        yield whole("encoder", f"cross.{number}.k_norm.weight", norm, t.head_dim, projects=True)
 
 
 def _text(config: Config) -> Iterator[Weight]:

@@ -1376,6 +1376,7 @@ class Entry(_message.Message):
     ARENA_FIELD_NUMBER: _builtins.int
     REDIS_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """Holds the key, 32 bytes: keyed BLAKE3 over the tenant's root, the fingerprint, the resized pixels and the grid."""
     fingerprint: _builtins.bytes
@@ -1416,6 +1417,10 @@ class Entry(_message.Message):
     def quantization(self) -> Global___Quantization:
         """Says how the numbers were quantised. Present for quantised forms only."""
 
+    @_builtins.property
+    def grid(self) -> Global___Grid:
+        """Holds the size of the unit in patches, for which it was made."""
+
     def __init__(
         self,
         *,
@@ -1431,10 +1436,11 @@ class Entry(_message.Message):
         arena: Global___ArenaPlace | None = ...,
         redis: Global___RedisPlace | None = ...,
         quantization: Global___Quantization | None = ...,
+        grid: Global___Grid | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "lease", b"lease", "memory", b"memory", "place", b"place", "quantization", b"quantization", "redis", b"redis"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "grid", b"grid", "lease", b"lease", "memory", b"memory", "place", b"place", "quantization", b"quantization", "redis", b"redis"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "byte_length", b"byte_length", "dtype", b"dtype", "fingerprint", b"fingerprint", "form", b"form", "frame_boundaries", b"frame_boundaries", "key", b"key", "lease", b"lease", "memory", b"memory", "place", b"place", "quantization", b"quantization", "redis", b"redis", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "byte_length", b"byte_length", "dtype", b"dtype", "fingerprint", b"fingerprint", "form", b"form", "frame_boundaries", b"frame_boundaries", "grid", b"grid", "key", b"key", "lease", b"lease", "memory", b"memory", "place", b"place", "quantization", b"quantization", "redis", b"redis", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_place: _TypeAlias = _typing.Literal["memory", "arena", "redis"]  # noqa: Y015
     _WhichOneofArgType_place: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
@@ -1451,10 +1457,13 @@ class Quantization(_message.Message):
     SCALE_DTYPE_FIELD_NUMBER: _builtins.int
     SCALE_SHAPE_FIELD_NUMBER: _builtins.int
     MAX_ERROR_FIELD_NUMBER: _builtins.int
+    COMPUTED_DTYPE_FIELD_NUMBER: _builtins.int
     scale_dtype: Global___Dtype.ValueType
     """Says how the scales are stored, behind the numbers."""
     max_error: _builtins.float
     """Bounds the error of any number, relative to the largest magnitude of its channel."""
+    computed_dtype: Global___Dtype.ValueType
+    """Says in which type the numbers were computed."""
     @_builtins.property
     def scale_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds the length of each axis of the scales."""
@@ -1465,10 +1474,11 @@ class Quantization(_message.Message):
         scale_dtype: Global___Dtype.ValueType = ...,
         scale_shape: _abc.Iterable[_builtins.int] | None = ...,
         max_error: _builtins.float = ...,
+        computed_dtype: Global___Dtype.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_error", b"max_error", "scale_dtype", b"scale_dtype", "scale_shape", b"scale_shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_dtype", b"computed_dtype", "max_error", b"max_error", "scale_dtype", b"scale_dtype", "scale_shape", b"scale_shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

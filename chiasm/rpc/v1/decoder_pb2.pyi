@@ -737,7 +737,7 @@ class DecoderModel(_message.Message):
     """
     @_builtins.property
     def forms(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.EntryForm.ValueType]:
-        """Holds the forms of entry it can attach."""
+        """Holds the forms of entry it can attach, the preferred one first."""
 
     @_builtins.property
     def modes(self) -> _containers.RepeatedScalarFieldContainer[Global___SampleMode.ValueType]:

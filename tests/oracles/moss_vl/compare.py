@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chiasm.cache.entry import Contract
+from chiasm.cache.form import Form
 from decoder_service.sampler import Drawing, draw
 from tests.oracles.moss_vl import preprocessing
 from tests.oracles.moss_vl.halves import Capture, Halves, Medium, Stream
@@ -57,18 +58,19 @@ class Recorded:
         return [name.removesuffix(ending) for name in self.inputs if name.endswith(ending)]
 
 
-def compare(encoder: Path, decoder: Path, oracle: Path) -> Report:
+def compare(encoder: Path, decoder: Path, oracle: Path, *, form: Form = Form.CROSS_KV) -> Report:
     """Compares everything a folder holds.
 
     Args:
         encoder, decoder: checkpoint folders of the two halves, usually the same.
         oracle: the folder with `inputs.safetensors` and `expected.safetensors`.
+        form: of the entries between the halves.
 
     Raises CheckpointError for a checkpoint that cannot be loaded whole, OSError for files that are not there. A fault
     in one case is a finding: the others are still compared.
     """
     recorded = Recorded.read(oracle)
-    halves = Halves(encoder, decoder, torch.float32)
+    halves = Halves(encoder, decoder, torch.float32, form=form)
     report = Report()
 
     def guarded(name: str, part: Callable[[], None]) -> None:
@@ -90,7 +92,7 @@ def compare(encoder: Path, decoder: Path, oracle: Path) -> Report:
     cases = recorded.cases(".input_ids")
     rounded = [case for case in cases if any(name.startswith(f"{case}.bf16.") for name in recorded.expected)]
     if rounded:
-        small = Halves(encoder, decoder, torch.bfloat16)
+        small = Halves(encoder, decoder, torch.bfloat16, form=form)
         for case in rounded:
             guarded(f"{case}.bf16", partial(_Case(report, recorded, small, case).run_rounded))
     claim(report, recorded.expected)
@@ -156,7 +158,7 @@ class _Case:
         return len(self.recorded.greedy(f"{self.name}.{RULE}") or []) if wanted is None else len(wanted)
 
     def _stream(self, ids: Sequence[int], media: Sequence[Medium], entries: Sequence[Contract]) -> Stream:
-        tokens = sum(entry.shape[3] for entry in entries)
+        tokens = sum(entry.tokens for entry in entries)
         stream = self.halves.stream(rows=len(ids) + self._steps(), vision_tokens=tokens)
         stream.append(ids, media, entries)
         return stream
@@ -237,7 +239,7 @@ class _Growing:
         arrivals = {s: self._arrival(s) for s in range(steps) if f"{self.name}.step{s}.segment_ids" in inputs}
         init: list[int] = inputs[f"{self.name}.init_ids"].reshape(-1).tolist()
         total = len(init) + steps + sum(len(ids) for ids, _, _ in arrivals.values())
-        vision_tokens = sum(entry.shape[3] for _, _, entries in arrivals.values() for entry in entries)
+        vision_tokens = sum(entry.tokens for _, _, entries in arrivals.values() for entry in entries)
         stream = self.halves.stream(rows=total, vision_tokens=vision_tokens)
         offline = self.halves.stream(rows=total, vision_tokens=vision_tokens)
         for either in (stream, offline):

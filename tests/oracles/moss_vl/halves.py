@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import Contract, open_entry, seal, tag_secret, unit_key
+from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.tenant import tenant_root
 from chiasm.chat_template import Piece, Slot
 from chiasm.models.entries import contract_of, identity_of
+from chiasm.models.forms import CODECS
 from chiasm.models.moss_vl.config import Config
 from chiasm.models.moss_vl.processing import MossVLProcessor
 from chiasm.models.moss_vl.text import MossVLDecoder
@@ -73,18 +75,20 @@ class Halves:
 
     Args:
         encoder, decoder: folders; the same one, or one per half with equal fingerprints.
+        form: of the entries between them.
     """
 
-    def __init__(self, encoder: Path, decoder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, encoder: Path, decoder: Path, dtype: torch.dtype, *, form: Form = Form.CROSS_KV) -> None:
         ours, theirs = Model(encoder), Model(decoder)
         assert ours.checkpoint.fingerprint == theirs.checkpoint.fingerprint, "the halves are of different checkpoints"
         self.config = cast(Config, theirs.config)
         self.processor = cast(MossVLProcessor, theirs.processor)
         self.encoder = cast(MossVLEncoder, ours.encoder(dtype=dtype))
-        self.decoder = cast(MossVLDecoder, theirs.decoder(dtype=dtype))
+        self.decoder = cast(MossVLDecoder, theirs.decoder(dtype=dtype, projects=form is Form.STATES))
+        self.form = form
         self.dtype = dtype
-        shape, fingerprint = self.encoder.entry_shape, ours.checkpoint.fingerprint
-        self._identity = identity_of(shape, ours.processor, fingerprint=fingerprint, dtype=dtype).digest()
+        fingerprint = ours.checkpoint.fingerprint
+        self._identity = identity_of(ours.processor, fingerprint=fingerprint, dtype=dtype).digest()
         self._store = MemoryStore(2**32)
 
     @torch.inference_mode()
@@ -101,26 +105,37 @@ class Halves:
         outputs |= {"patch_embed": visual.patch_embed, "pos_embed": visual.pos_embed, "merged": self.encoder.merger}
         with (capture or Capture()).open(outputs, {"states": self.encoder.cross[0]}):
             entries = self.encoder.encode_patches(patches_pv, grids, TorchVarlen())
+        if self.form is Form.STATES:
+            tokens = [entry.shape[3] for entry in entries]
+            entries = list(self.encoder.states(patches_pv, grids, TorchVarlen()).split(tokens))
         frames = patches_pv.split([rows * columns for rows, columns in grids])
         return [self._put(*parts) for parts in zip(frames, grids, entries, strict=True)]
 
     def _put(self, patches_pv: Tensor, grid: tuple[int, int], entry: Tensor) -> Contract:
         # Recorded media need not come from bytes, so the bits of the patches stand for the pixels in the key.
         bits = patches_pv.contiguous().view(torch.uint8).unsqueeze(0)
-        key = unit_key(_ROOT, self._identity, grid, [bits])
+        key = unit_key(_ROOT, self._identity, grid, [bits], form=self.form, dtype=self.dtype)
         contract = contract_of(
-            self.encoder.entry_shape, self.processor, key=key, identity=self._identity, dtype=self.dtype, grid=grid
+            self.encoder.entry_shape,
+            self.processor,
+            key=key,
+            identity=self._identity,
+            dtype=self.dtype,
+            grid=grid,
+            form=self.form,
         )
-        asyncio.run(self._store.put(seal(contract, entry, _SECRET), key))
+        payload = CODECS[self.form].encode(entry).contiguous()
+        asyncio.run(self._store.put(seal(contract, payload, _SECRET), key))
         return contract
 
     def fetch(self, contract: Contract) -> Tensor:
-        """An entry as a decoder gets it: from the store, verified."""
+        """Keys and values of an entry as a decoder gets them: from the store, verified."""
         sealed = asyncio.run(self._store.get(contract.key))
         assert sealed is not None, "an entry is not in the store"
         opened = open_entry(sealed, contract, _SECRET)
         assert isinstance(opened, Tensor), f"an entry is not believed: {opened}"
-        return opened
+        with torch.inference_mode():
+            return CODECS[self.form].decode(opened, self.decoder, contract.tokens)
 
     def stream(self, *, rows: int, vision_tokens: int) -> Stream:
         """An empty timeline on an engine that holds no more than it needs."""

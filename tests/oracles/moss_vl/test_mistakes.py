@@ -26,9 +26,10 @@ from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
 from chiasm.layers.vit import VisionMLP
 from chiasm.layers.vit_places import Grid, PositionEmbedding, VisionRope, block_order
+from chiasm.models.moss_vl.crossing import CrossingLayer
 from chiasm.models.moss_vl.processing import MossVLProcessor
 from chiasm.models.moss_vl.text import CrossAttention, CrossLayer, MossVLDecoder
-from chiasm.models.moss_vl.vision import CrossingLayer, JointMerger
+from chiasm.models.moss_vl.vision import JointMerger
 from chiasm.timeline import Timeline, UnitLayout
 from tests.oracles.moss_vl import CHECKPOINT, DATA
 from tests.oracles.moss_vl.compare import compare

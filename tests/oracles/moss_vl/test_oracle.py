@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from chiasm.cache.form import Form
 from chiasm.models.checkpoint import split
 from chiasm.models.registry import Model
 from tests.checkpoints_tiny import split_qkv, write
@@ -70,10 +71,25 @@ def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
     assert out.strip().splitlines()[-1].startswith("ok: ")
 
 
-def agrees(encoder: Path, decoder: Path) -> Report:
-    report = compare(encoder, decoder, DATA)
+def agrees(encoder: Path, decoder: Path, form: Form = Form.CROSS_KV) -> Report:
+    report = compare(encoder, decoder, DATA, form=form)
     assert report.ok, report.as_table()
     return report
+
+
+def test_states_that_the_decoder_projects_agree_as_keys_and_values_do() -> None:
+    agrees(CHECKPOINT, CHECKPOINT, Form.STATES)
+
+
+@pytest.mark.parametrize(("form", "logits"), [(Form.CROSS_KV_INT8, 0.005), (Form.CROSS_KV_FP8, 0.025)])
+def test_forms_of_eight_bits_move_the_logits_a_little_and_nothing_before_the_entries(form: Form, logits: float) -> None:
+    report = compare(CHECKPOINT, CHECKPOINT, DATA, form=form)
+    assert not report.ok and not report.faults, "the comparison sees it"
+    for name, finding in report.failed.items():
+        assert not {"states", "merged", "patch_embed", "text_only"} & set(name.split(".")), name
+        if "logits" in name:
+            assert finding.error <= logits, name
+    assert "mixed.prefill_logits" in report.failed
 
 
 @pytest.mark.parametrize("shards", [1, 4])
