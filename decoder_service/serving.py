@@ -33,7 +33,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             engine,
             model.prompt(),
             fingerprint=fingerprint,
-            store=ArenaStore(shared),
+            store=ArenaStore(shared, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl),
             workers_secret=secret,
             max_rows=settings.max_rows,
             max_units=settings.max_units,

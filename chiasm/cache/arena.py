@@ -46,7 +46,9 @@ class ArenaStore:
     Args:
         region: opened by this process for this store alone, and closed by whoever opened it after the last call here
             has returned.
-        clock: seconds, monotonic, the same for all processes. Leases end by it.
+        owner_budget: bytes that one owner may hold; None for all.
+        ttl: seconds after which an entry that nobody has used or pinned since is a miss; None for never.
+        clock: seconds, monotonic, the same for all processes.
         patience: seconds to wait for a lock that another process holds.
         step: see `chiasm.cache.ledger.Step`.
     """
@@ -55,12 +57,19 @@ class ArenaStore:
         self,
         region: Region,
         *,
+        owner_budget: int | None = None,
+        ttl: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         patience: float = 1.0,
         step: Step = lambda name: None,
     ) -> None:
         self._region = region
-        self._ledger = Ledger(region.body, step=step)
+        self._ledger = Ledger(
+            region.body,
+            owner_budget=owner_budget,
+            ttl=None if ttl is None else int(ttl * 1e9),
+            step=step,
+        )
         self._clock = clock
         self._patience = patience
         self._step = step
@@ -83,14 +92,14 @@ class ArenaStore:
                 now = self._now()
                 self._ledger.reclaim(self._region.alive)
                 pin = None if lease is None else self._pin(lease, now)
-                extent = self._ledger.reserve(key, *sizes, writer=self._region.slot, now=now, pin=pin)
+                extent = self._ledger.reserve(key, *sizes, writer=self._region.slot, now=now, pin=pin, owner=owner)
         except Overloaded:
             self._counts["refusals"] += 1
             raise
         try:
             await self._write(sealed, extent)
             async with self._locked():
-                self._ledger.publish(extent)
+                self._ledger.publish(extent, now=self._now())
         except BaseException:
             self._ledger.abandon(extent)
             raise
@@ -197,7 +206,7 @@ class ArenaStore:
         self._step("reading")
         if not self._ledger.holds(extent):
             return None
-        self._ledger.touch(extent)
+        self._ledger.touch(extent, now=self._now())
         return Sealed(header.tobytes(), payload.data, tag.tobytes())
 
     def _parts(self, extent: Extent) -> list[Array]:
@@ -214,11 +223,11 @@ class ArenaStore:
         if place is not None:
             if not isinstance(place, InArena) or place.arena_id != self._region.arena_id:
                 return
-            extent = self._ledger.at(place.generation, key)
+            extent = self._ledger.at(place.generation, key, now=self._now())
             if extent is not None and self._place(extent) == place:
                 yield extent
         for _ in range(_TRIES):
-            extent = self._ledger.find(key)
+            extent = self._ledger.find(key, now=self._now())
             if extent is None:
                 return
             yield extent

@@ -132,7 +132,7 @@ def seal(contract: Contract, payload: Tensor, secret: bytes) -> Sealed:
     Raises ServerError NONFINITE if the payload holds NaN or infinity: such an entry is never published.
     """
     assert tuple(payload.shape) == contract.shape and payload.dtype == contract.dtype, (payload.shape, contract)
-    if not bool(torch.isfinite(payload).all()):
+    if not _finite(payload):
         raise ServerError("NONFINITE", "the encoder produced a value that is not finite")
     flat = payload.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     data = flat.numpy().data
@@ -158,6 +158,15 @@ def open_entry(sealed: Sealed, contract: Contract, secret: bytes) -> Tensor | st
     # Through numpy, because torch.frombuffer would not keep the buffer alive.
     flat = torch.from_numpy(np.frombuffer(sealed.payload, dtype=np.uint8))
     return flat.view(contract.dtype).view(contract.shape)
+
+
+def _finite(payload: Tensor) -> bool:
+    """Whether no value is NaN or infinite. `torch.isfinite` of each would take ten times as long as the digest.
+
+    Whatever is not finite makes a sum so. The other way round does not hold where large values are summed; then the
+    least and the greatest are looked at, which takes twice as long.
+    """
+    return bool(torch.isfinite(payload.sum())) or bool(torch.isfinite(torch.stack(torch.aminmax(payload))).all())
 
 
 def _tag(secret: bytes, header: bytes, payload: memoryview) -> bytes:

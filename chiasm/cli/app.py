@@ -121,6 +121,24 @@ def serve(
             help="Shared memory for the cache, for example 4GiB. Default: 1 GiB, or half of what is free.",
         ),
     ] = None,
+    cache_tenant_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size,
+            metavar="SIZE",
+            envvar="CHIASM_CACHE_TENANT_BYTES",
+            help="Of the cache, what one tenant may take. Default: all of it.",
+        ),
+    ] = None,
+    cache_ttl: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            envvar="CHIASM_CACHE_TTL",
+            help="After which what nobody has used is not served from the cache. Default: until it makes room.",
+        ),
+    ] = None,
     encoders: Annotated[int, typer.Option(min=1, help="How many encoder processes.")] = 1,
     decoders: Annotated[int, typer.Option(min=1, help="How many decoder processes.")] = 1,
     insecure: Annotated[
@@ -150,6 +168,8 @@ def serve(
             device=device,
             dtype=dtype.value if dtype else None,
             arena_bytes=arena_bytes,
+            cache_tenant_bytes=cache_tenant_bytes,
+            cache_ttl=cache_ttl,
             encoders=encoders,
             decoders=decoders,
             insecure=insecure,

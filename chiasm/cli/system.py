@@ -42,6 +42,8 @@ class Options:
         http: `HOST:PORT` of the router's `/metrics`, `/healthz` and `/readyz`; None for none.
         device, dtype: where the workers compute, and in what; None is for each device its usual.
         arena_bytes: None for a share of what is free.
+        cache_tenant_bytes: what the entries of one tenant may take of the arena; None for all.
+        cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         insecure: lets the router listen where other machines reach it.
         parent: a folder in memory, in which that of the run is made.
     """
@@ -53,6 +55,8 @@ class Options:
     device: str = "cpu"
     dtype: str | None = None
     arena_bytes: int | None = None
+    cache_tenant_bytes: int | None = None
+    cache_ttl: float | None = None
     encoders: int = 1
     decoders: int = 1
     insecure: bool = False
@@ -115,7 +119,11 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
     kinds = {"encoder": options.encoders, "decoder": options.decoders}
     names = {kind: [f"{kind}-{index}" for index in range(count)] for kind, count in kinds.items()}
     environment = threads(os.environ, sum(kinds.values()))
-    dtype = {"--dtype": options.dtype} if options.dtype is not None else {}
+    asked = {
+        "--dtype": options.dtype,
+        "--cache-tenant-bytes": options.cache_tenant_bytes,
+        "--cache-ttl": options.cache_ttl,
+    }
     workers = [
         _role(
             name,
@@ -126,7 +134,7 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
                 "--arena": str(folder.arena),
                 "--workers-secret-file": str(folder.workers_secret),
                 "--device": options.device,
-                **dtype,
+                **{flag: str(value) for flag, value in asked.items() if value is not None},
             },
             {"--listen": folder.socket(name), "--http": "none"},
             environment,

@@ -181,6 +181,28 @@ def test_what_is_not_finite_is_never_published(value: float) -> None:
     assert caught.value.reason == "NONFINITE"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@steady
+@given(at=st.integers(0, math.prod(SHAPE) - 1), value=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_one_value_anywhere_that_is_not_finite_is_seen_and_largest_values_are_finite(
+    dtype: torch.dtype, at: int, value: float
+) -> None:
+    largest = torch.full(SHAPE, torch.finfo(dtype).max, dtype=dtype)
+    for whole in (payload(dtype), largest, -largest):
+        seal(contract(dtype=dtype), whole, SECRET)
+        spoiled = whole.clone()
+        spoiled.view(-1)[at] = value
+        with pytest.raises(ServerError):
+            seal(contract(dtype=dtype), spoiled, SECRET)
+
+
+def test_infinities_that_would_cancel_are_seen() -> None:
+    spoiled = payload()
+    spoiled[0, 0, 0, 0, 0], spoiled[0, 0, 0, 0, 1] = math.inf, -math.inf
+    with pytest.raises(ServerError):
+        seal(contract(), spoiled, SECRET)
+
+
 def flipped(data: bytes | memoryview, at: int, bit: int) -> bytes:
     made = bytearray(data)
     made[at] ^= 1 << bit
