@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 
 from chiasm.cache.columns import Array
-from chiasm.cache.ledger import Extent, Ledger, Step
+from chiasm.cache.ledger import Extent, Ledger, Step, Totals
 from chiasm.cache.pins import Pin
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import HEADER_BYTES, Region
@@ -159,6 +159,10 @@ class ArenaStore:
         return StoreStats(
             **usage._asdict(), budget=self._ledger.capacity, evictions=self._ledger.evictions, **self._counts
         )
+
+    def totals(self) -> Totals:
+        """What all processes of the node did since the region was made."""
+        return self._ledger.totals()
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:

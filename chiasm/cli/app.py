@@ -37,8 +37,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+cache = typer.Typer(help="Looks into the cache of this machine, or empties it.", no_args_is_help=True)
+app.add_typer(cache, name="cache")
+
 Json = Annotated[
     bool, typer.Option("--json", help="Prints one JSON object last; what is for people goes to standard error.")
+]
+OneJson = Annotated[bool, typer.Option("--json", help="Prints one JSON object instead.")]
+Arena = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        envvar="CHIASM_ARENA",
+        help="The shared-memory region. Default: that of the `chiasm serve` that runs here.",
+    ),
 ]
 Target = Annotated[
     str, typer.Option(envvar="CHIASM_TARGET", help="Where the router listens.", show_envvar=True, metavar="HOST:PORT")
@@ -234,9 +246,31 @@ def health(
     raise typer.Exit(0 if well else 1)
 
 
+@cache.command("stats")
+def cache_stats(arena: Arena = None, json: OneJson = False) -> None:
+    """Shows what each tier of the cache holds, and how often what was looked for was there."""
+    from chiasm.cli import cache as verb
+
+    with told():
+        verb.stats(arena, as_json=json)
+
+
+@cache.command("flush")
+def cache_flush(arena: Arena = None, json: OneJson = False) -> None:
+    """Forgets every entry that nobody is about to read.
+
+    Requests go on; what they need is encoded again. Nothing is overwritten: bytes stay in memory until others take
+    their place.
+    """
+    from chiasm.cli import cache as verb
+
+    with told():
+        verb.flush(arena, as_json=json)
+
+
 @app.command()
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object instead.")] = False,
+    json: OneJson = False,
 ) -> None:
     """Checks this machine, and says how to mend it.
 

@@ -21,6 +21,7 @@ IN = Path("/dev/shm")
 
 _PREFIX = "chiasm-"
 _LOCK = "lock"
+_ARENA = "arena"
 
 
 class RunFolder:
@@ -38,7 +39,7 @@ class RunFolder:
         self._lock = _locked(self.path)
         self.workers_secret = self._secret("workers.secret")
         self.tenants_secret = self._secret("tenants.secret")
-        self.arena = self.path / "arena"
+        self.arena = self.path / _ARENA
 
     def socket(self, name: str) -> str:
         """The address of a socket in the folder, as a server takes it."""
@@ -80,6 +81,19 @@ def sweep(parent: Path = IN) -> list[Path]:
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 swept.append(lock.parent)
     return swept
+
+
+def arenas(parent: Path = IN) -> list[Path]:
+    """The arenas of this user's systems that run: those whose supervisor lives."""
+    found = []
+    for lock in sorted(parent.glob(f"{_PREFIX}*/{_LOCK}")):
+        with contextlib.suppress(OSError), open(os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.append(lock.parent / _ARENA)
+    return found
 
 
 def _locked(folder: Path) -> int:

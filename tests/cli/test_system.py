@@ -70,7 +70,8 @@ def test_a_port_that_was_free_once_stays_the_port(tmp_path: Path) -> None:
 
 def test_what_keeps_the_processes_loads_no_large_library() -> None:
     program = (
-        "import sys, chiasm.cli.serve, chiasm.cli.demo, chiasm.cli.ask, chiasm.cli.doctor\n"
+        "import sys, chiasm.cli.serve, chiasm.cli.demo, chiasm.cli.ask, chiasm.cli.doctor, "
+        "chiasm.cli.cache\n"
         "print(sorted({'torch', 'av', 'ray', 'transformers', 'uvloop'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
