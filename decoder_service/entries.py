@@ -120,9 +120,11 @@ class Entries:
         contract = self._needed(key, grid)
         sealed = await self._model.store.get(key, place)
         if sealed is None:
+            self._model.rejections.absent += 1
             return "absent"
         opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
         if isinstance(opened, str):
+            self._model.rejections.note(key, opened)
             await self._model.store.discard(key)
             return "digest" if opened in ("header", "size", "tag") else "contract"
         return opened

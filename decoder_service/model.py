@@ -20,6 +20,7 @@ from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
 from decoder_service.guide import Guides
 from decoder_service.prefix import domain_of
+from decoder_service.rejections import Rejections
 from decoder_service.room import Room
 from decoder_service.sampler import Draw, Drawn, draw_rows
 from decoder_service.scheduler import Scheduler
@@ -58,6 +59,7 @@ class DecoderModel:
 
     Attributes:
         scheduler: who runs next, and who has room.
+        rejections: entries that were not believed.
         stepping: the loop that computes it. Tokens are drawn in the device's thread, because a vocabulary is large.
     """
 
@@ -76,6 +78,7 @@ class DecoderModel:
         self.engine = engine
         self.prompt = prompt
         self.store = store
+        self.rejections = Rejections()
         self.workers_secret = workers_secret
         self.identity = identity_of(
             engine.half.entry_shape, engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype

@@ -60,6 +60,8 @@ class EngineCounts:
     cached_units: int = 0
     joined_units: int = 0
     dropped_units: int = 0
+    rejected_headers: int = 0
+    """Of entries that were there and not what their key promises."""
     batches: list[int] = field(default_factory=list)
     """Units of the last thousand passes through the model."""
 
@@ -125,9 +127,11 @@ class EncoderEngine:
         try:
             if key not in self._flying and not afresh:
                 pinned = await self.store.pin(key, lease)
-                if pinned is not None and Contract.unpack(pinned.header) == contract:
-                    self.counts.cached_units += 1
-                    return Announced(contract, pinned.place, cached=True)
+                if pinned is not None:
+                    if Contract.unpack(pinned.header) == contract:
+                        self.counts.cached_units += 1
+                        return Announced(contract, pinned.place, cached=True)
+                    self.counts.rejected_headers += 1
             flight = self._flying.get(key)  # another caller may have come while the store was asked
             if flight is None:
                 flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))

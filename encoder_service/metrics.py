@@ -31,6 +31,8 @@ def collector(servicer: EncoderServicer) -> Collecting:
         asked = known + counts.encoded_units
         yield families.counter("mm_cache_queries", "Units that were looked for before they were encoded.", asked)
         yield families.counter("mm_cache_hits", "Units that were there, or on their way.", known)
+        wrong = {"header": counts.rejected_headers}
+        yield families.counters("kv_rejected", "Entries that were not believed and made again.", "reason", wrong)
         held = servicer.engine.store.stats()
         yield families.gauge("encoder_cache_entries", "Entries that the store holds.", held.entries)
         yield families.gauge("encoder_cache_size_bytes", "Bytes of the entries that the store holds.", held.bytes)

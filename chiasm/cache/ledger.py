@@ -3,7 +3,8 @@
 Everything is in the region, as arrays over it, and zero bytes are an empty ledger. There is no list of free room: it is
 what no record covers. A record is filled first and becomes one by its state, last; it ends by its state, first. So a
 process that is killed between any two instructions leaves a ledger that is right, and at worst a record that is being
-written by nobody, which the next who needs room takes back.
+written by nobody, which the next who needs room takes back. What is written over it by others may lose entries; it
+leads nobody out of the region.
 
 A generation names one writing of one entry for ever: a serial number that only grows, and the number of the record in
 its lowest bits, so that a place is found without a search and a place given away is known for one.
@@ -123,7 +124,7 @@ class Ledger:
         self.owner_budget = self.capacity if owner_budget is None else min(owner_budget, self.capacity)
         self.evictions = 0
         self._ttl = ttl
-        self._by_start = ByStart(self._generation, self._start, self._size)
+        self._by_start = ByStart(self._generation, self._start, self._size, self.capacity)
         self._step = step
 
     def find(self, key: bytes, *, now: int) -> Extent | None:
@@ -179,13 +180,13 @@ class Ledger:
             self._step("evicting")
             self._state[victim] = _FREE
         self.evictions += room.evictions
-        self._counters[_EVICTIONS] += np.uint64(room.evictions)
+        self._count(_EVICTIONS, room.evictions)
 
         record = self._free_record()
         assert record is not None, "a victim leaves one"
         self._step("reserving")
-        self._counters[_SERIAL] += np.uint64(1)
-        generation = int(self._counters[_SERIAL]) << _BITS | record
+        self._count(_SERIAL)
+        generation = self._serial << _BITS | record
         extent = Extent(generation, room.start, payload, header, tag)
         self._generation[record] = generation
         self._key[:, record] = _words(key)
@@ -211,8 +212,8 @@ class Ledger:
         self._step("publishing")
         self._used[record] = now
         self._state[record] = _READY
-        self._counters[_PUTS] += np.uint64(1)
-        self._counters[_REPLACEMENTS] += np.uint64(len(predecessors))  # before the first goes: see `find`
+        self._count(_PUTS)
+        self._count(_REPLACEMENTS, len(predecessors))  # before the first goes: see `find`
         for old in predecessors:
             self._step("replacing")
             self._pins.hand_on(old.generation, extent.generation)
@@ -237,9 +238,9 @@ class Ledger:
         Raises Overloaded CACHE_FULL if there is no room for another pin.
         """
         extent = self.find(key, now=now)
-        self._counters[_ASKED] += np.uint64(1)
+        self._count(_ASKED)
         if extent is not None:
-            self._counters[_FOUND] += np.uint64(1)
+            self._count(_FOUND)
             mine = [row for row, generation in self._pins.named(pin.id) if generation == extent.generation]
             self._pins.set(mine[0] if mine else self._pins.free_row(now), pin, extent.generation)
             self.touch(extent, now=now)
@@ -249,7 +250,7 @@ class Ledger:
         """*Locked.* Ends a pin of one entry, if there is one."""
         for row, generation in self._pins.named(pin_id):
             record = _record(generation)
-            gone = self._state[record] == _FREE or self._generation[record] != generation
+            gone = not self._is(record, generation) or self._state[record] == _FREE
             if gone or np.array_equal(self._key[:, record], _words(key)):
                 self._pins.end(row)
 
@@ -285,7 +286,18 @@ class Ledger:
 
     @property
     def _records_used(self) -> int:
-        return int(self._counters[_RECORDS])
+        return min(int(self._counters[_RECORDS]), self._state.size)
+
+    @property
+    def _serial(self) -> int:
+        return int(self._counters[_SERIAL]) % (1 << 64 - _BITS)
+
+    def _count(self, counter: int, count: int = 1) -> None:
+        self._counters[counter] = (int(self._counters[counter]) + count) % (1 << 64)
+
+    def _is(self, record: int, generation: int) -> bool:
+        in_table = record == _record(generation) and record < self._state.size
+        return in_table and bool(self._generation[record] == generation)
 
     def _entries(self, key: bytes) -> list[Extent]:
         words = _words(key)
@@ -304,7 +316,7 @@ class Ledger:
         return extent if same and self._ready(record, generation) else None
 
     def _ready(self, record: int, generation: int) -> bool:
-        return bool(self._state[record] == _READY and self._generation[record] == generation)
+        return self._is(record, generation) and bool(self._state[record] == _READY)
 
     def _extent(self, record: int) -> Extent:
         fields = (self._generation, self._start, self._payload, self._header, self._tag)
@@ -327,6 +339,7 @@ class Ledger:
         """(records,) bool."""
         generations = self._pins.held(now)
         records = (generations % np.uint64(1 << _BITS)).astype(np.int64)
+        generations, records = generations[records < self._state.size], records[records < self._state.size]
         pinned = np.zeros(self._state.size, bool)
         pinned[records[self._generation[records] == generations]] = True
         return pinned
@@ -335,7 +348,7 @@ class Ledger:
         """A place for `needed` bytes and the records that are in the way there, or None."""
         state = self._state[: self._records_used]
         order = self._by_start
-        order.bring_up(state != _FREE, int(self._counters[_SERIAL]) + 1 << _BITS)
+        order.bring_up(state != _FREE, self._serial + 1 << _BITS)
         there = order.records
         replaced = [extent.record for extent in self._entries(key)]
 

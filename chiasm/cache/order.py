@@ -14,15 +14,17 @@ class ByStart:
     Args:
         generation, start, size: (records,) columns. Start and size change only together with the generation, which
             only grows.
+        capacity: bytes there are. What lies elsewhere was written by no ledger, and is not there.
 
     Attributes:
         records, starts, ends: (extents,) int64, their numbers and bytes.
     """
 
-    def __init__(self, generation: Array, start: Array, size: Array) -> None:
+    def __init__(self, generation: Array, start: Array, size: Array, capacity: int) -> None:
         self._generation = generation
         self._start = start
         self._size = size
+        self._capacity = capacity
         self._seen = 0  # generations below are known
         self._keep(np.empty((3, 0), np.int64))
 
@@ -33,6 +35,7 @@ class ByStart:
         if not stays.all():
             self._keep(self._extents[:, stays])
         came = np.flatnonzero(there & new)
+        came = came[(self._start[came] <= self._capacity) & (self._size[came] <= self._capacity)]
         if came.size:
             came = came[np.argsort(self._start[came], kind="stable")]
             starts, sizes = (column[came].astype(np.int64) for column in (self._start, self._size))
