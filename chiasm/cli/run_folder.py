@@ -34,11 +34,16 @@ class RunFolder:
     """
 
     def __init__(self, parent: Path = IN) -> None:
-        """Makes the folder. Raises OSError if `parent` cannot be written to."""
+        """Makes the folder. Raises OSError if `parent` cannot be written to; then nothing is left there."""
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # 0700
-        self._lock = _locked(self.path)
-        self.workers_secret = self._secret("workers.secret")
-        self.tenants_secret = self._secret("tenants.secret")
+        self._lock = -1
+        try:
+            self._lock = _locked(self.path)
+            self.workers_secret = self._secret("workers.secret")
+            self.tenants_secret = self._secret("tenants.secret")
+        except BaseException:
+            self.remove()
+            raise
         self.arena = self.path / _ARENA
 
     def socket(self, name: str) -> str:
