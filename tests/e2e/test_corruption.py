@@ -42,10 +42,10 @@ class Spoiling:
         """Changes one byte of each of some entries: of payload, header or tag."""
         extents = self._ledger.extents()
         for extent in self._draw.sample(extents, min(count, len(extents))):
-            length = extent.payload + extent.header + extent.tag
             # A part in three each, or the small ones would never be hit.
-            parts = [(0, extent.payload), (extent.payload, extent.payload + extent.header), (length - extent.tag, length)]
-            at = extent.start + self._draw.randrange(*self._draw.choice(parts))
+            header, tag = extent.payload, extent.payload + extent.header
+            part = self._draw.choice([(0, header), (header, tag), (tag, tag + extent.tag)])
+            at = extent.start + self._draw.randrange(*part)
             self._ledger.data[at] ^= self._draw.randrange(1, 256)
             self.written += 1
 
@@ -67,8 +67,7 @@ async def test_no_digit_is_wrong_whatever_is_written_over_the_arena_meanwhile(sy
         try:
             answer = await client.generate("digits", [Video(clip.path), QUESTION])
         except ServerError as error:  # met it twice: refused, and not answered wrongly
-            assert error.reason == "ENTRY_MISSING"
-            outcomes["refused"] += 1
+            outcomes[error.reason] += 1
         else:
             outcomes["right" if answer.text == clip.answer else f"{answer.text} for {clip.answer}"] += 1
 
@@ -85,7 +84,7 @@ async def test_no_digit_is_wrong_whatever_is_written_over_the_arena_meanwhile(sy
         await asyncio.gather(meanwhile, return_exceptions=True)
 
         asked = len(clips) * (ROUNDS + 1)
-        assert outcomes["right"] + outcomes["refused"] == asked, outcomes
+        assert outcomes["right"] + outcomes["ENTRY_MISSING"] == asked, outcomes
         assert outcomes["right"] >= 0.8 * asked, outcomes
 
         rejected = {
@@ -103,7 +102,7 @@ async def test_no_digit_is_wrong_whatever_is_written_over_the_arena_meanwhile(sy
         outcomes.clear()
         for clip in clips:  # nobody writes any more
             await ask(client, clip)
-        assert outcomes["right"] + outcomes["refused"] == len(clips)
+        assert outcomes["right"] + outcomes["ENTRY_MISSING"] == len(clips)
     await served.settled(seconds=45)
 
 
