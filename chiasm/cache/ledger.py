@@ -140,7 +140,7 @@ class Ledger:
     def at(self, generation: int, key: bytes, *, now: int) -> Extent | None:
         """The entry of that generation, if it is still there and under that key."""
         record = _record(generation)
-        extent = self._look(record, _words(key)) if record < self._state.size else None
+        extent = self._look(record, key) if record < self._state.size else None
         return self._fresh(extent, now) if extent is not None and extent.generation == generation else None
 
     def holds(self, extent: Extent) -> bool:
@@ -251,7 +251,7 @@ class Ledger:
         for row, generation in self._pins.named(pin_id):
             record = _record(generation)
             gone = not self._is(record, generation) or self._state[record] == _FREE
-            if gone or np.array_equal(self._key[:, record], _words(key)):
+            if gone or self._key[:, record].tobytes() == key:
                 self._pins.end(row)
 
     def discard(self, key: bytes) -> None:
@@ -300,11 +300,10 @@ class Ledger:
         return in_table and bool(self._generation[record] == generation)
 
     def _entries(self, key: bytes) -> list[Extent]:
-        words = _words(key)
-        alike = np.flatnonzero(self._key[0, : self._records_used] == words[0])
-        return [extent for record in alike if (extent := self._look(int(record), words)) is not None]
+        alike = np.flatnonzero(self._key[0, : self._records_used] == _words(key)[0])
+        return [extent for record in alike if (extent := self._look(int(record), key)) is not None]
 
-    def _look(self, record: int, words: Array) -> Extent | None:
+    def _look(self, record: int, key: bytes) -> Extent | None:
         """A record as it is, if it is an entry of that key. Asked before and after, so that nothing is half of one
         entry and half of the next."""
         self._step("looking")
@@ -312,7 +311,7 @@ class Ledger:
         if not self._ready(record, generation):
             return None
         extent = self._extent(record)
-        same = np.array_equal(self._key[:, record], words)
+        same = self._key[:, record].tobytes() == key
         return extent if same and self._ready(record, generation) else None
 
     def _ready(self, record: int, generation: int) -> bool:
