@@ -52,6 +52,8 @@ class LocalSettings:
             `pool_bytes`.
         pool_bytes: of each pool at most, where its tokens are not given.
         store_bytes: budget of the entry store.
+        cache_tenant_bytes: what the entries of one tenant may take of it; None for all.
+        cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         media_workers: processes that open media.
         max_patches: of one pass through the vision tower; a frame of more is refused.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
@@ -65,6 +67,8 @@ class LocalSettings:
     visual_tokens: int | None = None
     pool_bytes: int = 2 << 30
     store_bytes: int = 1 << 30
+    cache_tenant_bytes: int | None = None
+    cache_ttl: float | None = None
     media_workers: int = 1
     max_patches: int = MAX_PATCHES
     attention: AttentionName = "auto"
@@ -173,7 +177,7 @@ class LocalService:
         )
         self.name = model.name
         self._asked = asked
-        self.store = MemoryStore(settings.store_bytes)
+        self.store = MemoryStore(settings.store_bytes, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
         self.encoder = EncoderEngine(
             model.encoder(device=device, dtype=dtype),
             model.processor,

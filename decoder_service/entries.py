@@ -130,9 +130,11 @@ class Entries:
         contract = self._needed(key, form, grid)
         sealed = await self._model.store.get(key, place)
         if sealed is None:
+            self._model.rejections.absent += 1
             return "absent"
         opened = await asyncio.to_thread(open_entry, sealed, contract, self._secret)
         if isinstance(opened, str):
+            self._model.rejections.note(key, opened)
             await self._model.store.discard(key)
             found = Contract.unpack(sealed.header)
             self._found[name] = None if found is None else found.mismatch(contract)

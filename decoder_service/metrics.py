@@ -30,6 +30,11 @@ def collector(servicer: DecoderServicer) -> Collecting:
             "Sequences that gave their room back and were computed again.",
             servicer.model.scheduler.preempted,
         )
+        rejections = servicer.model.rejections
+        yield families.counters(
+            "kv_rejected", "Entries that were not believed and made again, by reason.", "reason", rejections.counts
+        )
+        yield families.counter("kv_absent", "Entries that were announced and not there.", rejections.absent)
         yield families.counter("generation_tokens", "Tokens drawn.", servicer.generation_tokens)
         finished = {**dict.fromkeys(_REASONS, 0), **servicer.finished}
         yield families.counters("request_success", "Answers that ended, by reason.", "finished_reason", finished)

@@ -22,6 +22,7 @@ from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
 from decoder_service.guide import Guides
 from decoder_service.prefix import domain_of
+from decoder_service.rejections import Rejections
 from decoder_service.room import Room
 from decoder_service.sampler import Draw, Drawn, draw_rows
 from decoder_service.scheduler import Scheduler
@@ -62,6 +63,7 @@ class DecoderModel:
     Attributes:
         forms: of entries that it attaches, the preferred one first.
         scheduler: who runs next, and who has room.
+        rejections: entries that were not believed.
         stepping: the loop that computes it. Tokens are drawn in the device's thread, because a vocabulary is large.
     """
 
@@ -82,6 +84,7 @@ class DecoderModel:
         self.forms = attachable(engine.half, form)
         self.prompt = prompt
         self.store = store
+        self.rejections = Rejections()
         self.workers_secret = workers_secret
         self.identity = identity_of(engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype)
         self.identity_digest = self.identity.digest()

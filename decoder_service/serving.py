@@ -36,7 +36,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
         model = await asyncio.to_thread(open_model, settings.model)
         model.name = settings.name or model.name
         dtype = given or model.checkpoint.dtype
-        store = ArenaStore(shared)
+        store = ArenaStore(shared, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
         form = await form_for(settings.forms, model, store=store, secret=secret, device=device, dtype=dtype)
         engine, fingerprint = await asyncio.to_thread(_load, settings, process, model, device, dtype, form)
         decoder = DecoderModel(

@@ -57,6 +57,8 @@ class EngineCounts:
     cached_units: int = 0
     joined_units: int = 0
     dropped_units: int = 0
+    rejected_headers: int = 0
+    """Of entries that were there and not what their key promises."""
     batches: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
     """Units of the last thousand passes through the model."""
 
@@ -204,6 +206,7 @@ class EncoderEngine:
         if pinned is None:
             return None
         if Contract.unpack(pinned.header) != contract:
+            self.counts.rejected_headers += 1
             await self.store.release(contract.key, lease.id)
             return None
         self.counts.cached_units += 1

@@ -38,6 +38,8 @@ def collector(servicer: EncoderServicer) -> Collecting:
         yield families.counter("encoder_memo_hits", "Media that were known, whose units were told by key.", memo.hits)
         yield families.counter("encoder_memo_rejections", "Records of media that were not believed.", memo.rejected)
         yield families.counter("encoder_media_spared_bytes", "Bytes of media that needed not be sent.", memo.spared)
+        wrong = {"header": counts.rejected_headers}
+        yield families.counters("kv_rejected", "Entries that were not believed and made again.", "reason", wrong)
         held = servicer.engine.store.stats()
         yield families.gauge("encoder_cache_entries", "Entries that the store holds.", held.entries)
         yield families.gauge("encoder_cache_size_bytes", "Bytes of the entries that the store holds.", held.bytes)

@@ -35,7 +35,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             half,
             model.processor,
             fingerprint=fingerprint,
-            store=ArenaStore(shared),
+            store=ArenaStore(shared, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl),
             workers_secret=secret,
             max_patches=settings.max_patches,
             max_units=settings.max_units,

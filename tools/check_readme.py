@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -76,8 +77,9 @@ def fault(words: list[str], targets: set[str], binaries: Path) -> str | None:
             return _unlisted((str(binaries / "python"), "-m", name), words[3:])
         return None if found else f"no such module: {name}"
     if program == "chiasm":
-        verb = [word for word in words[1:2] if not word.startswith("-")]
-        return _unlisted((str(binaries / "chiasm"), *verb), words[1:])
+        # Verbs may have verbs of their own; arguments between them and `--help` do no harm.
+        verbs = itertools.takewhile(lambda word: not word.startswith("-"), words[1:])
+        return _unlisted((str(binaries / "chiasm"), *verbs), words[1:])
     if program in BROUGHT or (binaries / program).exists():
         return None
     return "neither a target, a verb, a module nor a tool of this environment"

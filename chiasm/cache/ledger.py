@@ -3,7 +3,8 @@
 Everything is in the region, as arrays over it, and zero bytes are an empty ledger. There is no list of free room: it is
 what no record covers. A record is filled first and becomes one by its state, last; it ends by its state, first. So a
 process that is killed between any two instructions leaves a ledger that is right, and at worst a record that is being
-written by nobody, which the next who needs room takes back.
+written by nobody, which the next who needs room takes back. What is written over it by others may lose entries; it
+leads nobody out of the region.
 
 A generation names one writing of one entry for ever: a serial number that only grows, and the number of the record in
 its lowest bits, so that a place is found without a search and a place given away is known for one.
@@ -16,20 +17,23 @@ This module knows no file, no lock and no bytes of an entry.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from chiasm.cache.columns import ALIGNMENT, Array, Carver, aligned
+from chiasm.cache.order import ByStart
 from chiasm.cache.pins import Pin, Pins
-from chiasm.cache.room import find_room
-from chiasm.cache.store import full
+from chiasm.cache.room import make_room
+from chiasm.cache.store import NOBODY, full
 
 _FREE, _WRITING, _READY = 0, 1, 2
 _BITS = 16  # of a generation that number the record
 _SERIAL, _RECORDS, _REPLACEMENTS = 0, 1, 2  # counters: the last serial; records ever used; entries ever replaced
+_PUTS, _EVICTIONS, _ASKED, _FOUND = 3, 4, 5, 6  # and of all processes since the region was made: see `Totals`
+_FIRST: Final = -(1 << 62)
+"""When it was used, for one that goes before all others."""
 
 Step = Callable[[str], None]
 """Is told what is done next. For tests that stop or kill a process there."""
@@ -63,11 +67,26 @@ class Usage(NamedTuple):
     pinned_bytes: int
 
 
+class Totals(NamedTuple):
+    """What all processes did since the region was made.
+
+    Attributes:
+        asked, found: entries that were to be pinned, and those of them that were there.
+    """
+
+    puts: int
+    evictions: int
+    asked: int
+    found: int
+
+
 class Ledger:
-    """The ledger of a region.
+    """The ledger of a region. All times are nanoseconds of one clock that every process has.
 
     Args:
         body: of the region (`Region.body`).
+        owner_budget: bytes that one owner may hold; None for all. `NOBODY` may hold all in any case.
+        ttl: time after which an entry that nobody has used or pinned since is not found any more; None for never.
 
     Attributes:
         data: the bytes that entries lie in, as uint8.
@@ -76,7 +95,14 @@ class Ledger:
         evictions: by this process.
     """
 
-    def __init__(self, body: memoryview, *, step: Step = lambda name: None) -> None:
+    def __init__(
+        self,
+        body: memoryview,
+        *,
+        owner_budget: int | None = None,
+        ttl: int | None = None,
+        step: Step = lambda name: None,
+    ) -> None:
         count = min(max(body.nbytes // (16 << 10), 1 << 10), 1 << _BITS)
         carve = Carver(body)
         self._counters = carve(np.uint64, 8)
@@ -89,15 +115,19 @@ class Ledger:
         self._header = carve(np.uint64, count)
         self._tag = carve(np.uint64, count)
         self._size = carve(np.uint64, count)
+        self._owner = carve(np.uint64, count)
         self._used = carve(np.int64, count)  # when it was last asked for
         self._pins = Pins(carve, count)
         self.offset = carve.offset
         self.capacity = (body.nbytes - carve.offset) // ALIGNMENT * ALIGNMENT
         self.data = carve(np.uint8, self.capacity)
+        self.owner_budget = self.capacity if owner_budget is None else min(owner_budget, self.capacity)
         self.evictions = 0
+        self._ttl = ttl
+        self._by_start = ByStart(self._generation, self._start, self._size, self.capacity)
         self._step = step
 
-    def find(self, key: bytes) -> Extent | None:
+    def find(self, key: bytes, *, now: int) -> Extent | None:
         """The entry under a key. If a writer died while it replaced one there may be two; the newer one counts."""
         while True:
             replacements = int(self._counters[_REPLACEMENTS])
@@ -105,22 +135,21 @@ class Ledger:
             # One that is replaced just now may be missed in both its places: seen too late in the old, too early in
             # the new.
             if found is not None or replacements == self._counters[_REPLACEMENTS]:
-                return found
+                return self._fresh(found, now)
 
-    def at(self, generation: int, key: bytes) -> Extent | None:
+    def at(self, generation: int, key: bytes, *, now: int) -> Extent | None:
         """The entry of that generation, if it is still there and under that key."""
         record = _record(generation)
-        extent = self._look(record, _words(key)) if record < self._state.size else None
-        return extent if extent is not None and extent.generation == generation else None
+        extent = self._look(record, key) if record < self._state.size else None
+        return self._fresh(extent, now) if extent is not None and extent.generation == generation else None
 
     def holds(self, extent: Extent) -> bool:
         """Whether an entry still is where it was."""
         return self._ready(extent.record, extent.generation)
 
-    def touch(self, extent: Extent) -> None:
-        """Makes it the most recently used one. Of the time only its order is wanted here, so it is not the clock that
-        leases end by."""
-        self._used[extent.record] = time.monotonic_ns()
+    def touch(self, extent: Extent, *, now: int) -> None:
+        """Makes it the most recently used one."""
+        self._used[extent.record] = now
 
     def reserve(
         self,
@@ -132,28 +161,32 @@ class Ledger:
         writer: int,
         now: int,
         pin: Pin | None = None,
+        owner: bytes = NOBODY,
     ) -> Extent:
-        """*Locked.* Room for one entry, in the name of one writer, pinned already. Evicts what is in the way.
+        """*Locked.* Room for one entry, in the name of one writer, pinned already. Evicts what is in the way, and of
+        an owner who would hold more than the budget of owners what it has used least recently.
 
         A pinned entry of the same key stays until its successor is there, so there has to be room for both.
 
         Raises Overloaded CACHE_FULL, and has evicted nothing.
         """
         needed = aligned(payload + header + tag)
-        room = self._room(needed, key, now) if needed <= self.capacity else None
+        budget = self.capacity if owner == NOBODY else self.owner_budget
+        room = self._room(needed, key, _owner(owner), budget, now) if needed <= budget else None
         if room is None:
-            raise full(needed, self.capacity)
+            raise full(needed, budget)
         row = None if pin is None else self._pins.free_row(now)
         for victim in room.victims:
             self._step("evicting")
             self._state[victim] = _FREE
         self.evictions += room.evictions
+        self._count(_EVICTIONS, room.evictions)
 
         record = self._free_record()
         assert record is not None, "a victim leaves one"
         self._step("reserving")
-        self._counters[_SERIAL] += np.uint64(1)
-        generation = int(self._counters[_SERIAL]) << _BITS | record
+        self._count(_SERIAL)
+        generation = self._serial << _BITS | record
         extent = Extent(generation, room.start, payload, header, tag)
         self._generation[record] = generation
         self._key[:, record] = _words(key)
@@ -161,7 +194,8 @@ class Ledger:
         self._payload[record], self._header[record], self._tag[record] = payload, header, tag
         self._size[record] = needed
         self._writer[record] = writer
-        self._used[record] = time.monotonic_ns()
+        self._owner[record] = _owner(owner)
+        self._used[record] = now
         self._counters[_RECORDS] = max(int(self._counters[_RECORDS]), record + 1)
         self._step("reserved")
         self._state[record] = _WRITING
@@ -170,15 +204,16 @@ class Ledger:
             self._pins.set(row, pin, generation)
         return extent
 
-    def publish(self, extent: Extent) -> None:
+    def publish(self, extent: Extent, *, now: int) -> None:
         """*Locked.* Makes a written entry readable, in place of those of the same key, whose pins it takes on."""
         record = extent.record
         assert self._generation[record] == extent.generation and self._state[record] == _WRITING, "not the writer's"
         predecessors = self._entries(self._key[:, record].tobytes())
         self._step("publishing")
-        self._used[record] = time.monotonic_ns()
+        self._used[record] = now
         self._state[record] = _READY
-        self._counters[_REPLACEMENTS] += np.uint64(len(predecessors))  # before the first goes: see `find`
+        self._count(_PUTS)
+        self._count(_REPLACEMENTS, len(predecessors))  # before the first goes: see `find`
         for old in predecessors:
             self._step("replacing")
             self._pins.hand_on(old.generation, extent.generation)
@@ -202,19 +237,21 @@ class Ledger:
 
         Raises Overloaded CACHE_FULL if there is no room for another pin.
         """
-        extent = self.find(key)
+        extent = self.find(key, now=now)
+        self._count(_ASKED)
         if extent is not None:
+            self._count(_FOUND)
             mine = [row for row, generation in self._pins.named(pin.id) if generation == extent.generation]
             self._pins.set(mine[0] if mine else self._pins.free_row(now), pin, extent.generation)
-            self.touch(extent)
+            self.touch(extent, now=now)
         return extent
 
     def unpin(self, key: bytes, pin_id: bytes) -> None:
         """*Locked.* Ends a pin of one entry, if there is one."""
         for row, generation in self._pins.named(pin_id):
             record = _record(generation)
-            gone = self._state[record] == _FREE or self._generation[record] != generation
-            if gone or np.array_equal(self._key[:, record], _words(key)):
+            gone = not self._is(record, generation) or self._state[record] == _FREE
+            if gone or self._key[:, record].tobytes() == key:
                 self._pins.end(row)
 
     def discard(self, key: bytes) -> None:
@@ -226,7 +263,7 @@ class Ledger:
     def flush(self, *, now: int) -> None:
         """*Locked.* Forgets every entry that is not pinned."""
         state = self._state[: self._records_used]
-        state[(state == _READY) & ~self._pinned(now, state.size)] = _FREE
+        state[(state == _READY) & ~self._pinned(now)[: state.size]] = _FREE
 
     def usage(self, *, now: int) -> Usage:
         """What is there, to the byte while nobody else is at it."""
@@ -236,8 +273,12 @@ class Ledger:
         return Usage(
             entries=int(np.count_nonzero(state == _READY)),
             bytes=int(sizes[state != _FREE].sum()),
-            pinned_bytes=int(sizes[(state != _FREE) & self._pinned(now, used)].sum()),
+            pinned_bytes=int(sizes[(state != _FREE) & self._pinned(now)[:used]].sum()),
         )
+
+    def totals(self) -> Totals:
+        """To the one while nobody is killed just then."""
+        return Totals(*(int(self._counters[number]) for number in (_PUTS, _EVICTIONS, _ASKED, _FOUND)))
 
     def extents(self) -> list[Extent]:
         """Everything there is, what is being written too. For tests and for people."""
@@ -245,14 +286,24 @@ class Ledger:
 
     @property
     def _records_used(self) -> int:
-        return int(self._counters[_RECORDS])
+        return min(int(self._counters[_RECORDS]), self._state.size)
+
+    @property
+    def _serial(self) -> int:
+        return int(self._counters[_SERIAL]) % (1 << 64 - _BITS)
+
+    def _count(self, counter: int, count: int = 1) -> None:
+        self._counters[counter] = (int(self._counters[counter]) + count) % (1 << 64)
+
+    def _is(self, record: int, generation: int) -> bool:
+        in_table = record == _record(generation) and record < self._state.size
+        return in_table and bool(self._generation[record] == generation)
 
     def _entries(self, key: bytes) -> list[Extent]:
-        words = _words(key)
-        alike = np.flatnonzero(self._key[0, : self._records_used] == words[0])
-        return [extent for record in alike if (extent := self._look(int(record), words)) is not None]
+        alike = np.flatnonzero(self._key[0, : self._records_used] == _words(key)[0])
+        return [extent for record in alike if (extent := self._look(int(record), key)) is not None]
 
-    def _look(self, record: int, words: Array) -> Extent | None:
+    def _look(self, record: int, key: bytes) -> Extent | None:
         """A record as it is, if it is an entry of that key. Asked before and after, so that nothing is half of one
         entry and half of the next."""
         self._step("looking")
@@ -260,15 +311,21 @@ class Ledger:
         if not self._ready(record, generation):
             return None
         extent = self._extent(record)
-        same = np.array_equal(self._key[:, record], words)
+        same = self._key[:, record].tobytes() == key
         return extent if same and self._ready(record, generation) else None
 
     def _ready(self, record: int, generation: int) -> bool:
-        return bool(self._state[record] == _READY and self._generation[record] == generation)
+        return self._is(record, generation) and bool(self._state[record] == _READY)
 
     def _extent(self, record: int) -> Extent:
         fields = (self._generation, self._start, self._payload, self._header, self._tag)
         return Extent(*(int(field[record]) for field in fields))
+
+    def _fresh(self, extent: Extent | None, now: int) -> Extent | None:
+        """An entry that was used, or is pinned, within the time after which it is not found any more."""
+        if extent is None or self._ttl is None or now - int(self._used[extent.record]) <= self._ttl:
+            return extent
+        return extent if extent.generation in self._pins.held(now) else None
 
     def _free_record(self) -> int | None:
         used = self._records_used
@@ -277,41 +334,48 @@ class Ledger:
             return int(free[0])
         return used if used < self._state.size else None
 
-    def _pinned(self, now: int, used: int) -> Array:
-        """(used,) bool, of the first `used` records."""
+    def _pinned(self, now: int) -> Array:
+        """(records,) bool."""
         generations = self._pins.held(now)
         records = (generations % np.uint64(1 << _BITS)).astype(np.int64)
+        generations, records = generations[records < self._state.size], records[records < self._state.size]
         pinned = np.zeros(self._state.size, bool)
         pinned[records[self._generation[records] == generations]] = True
-        return pinned[:used]
+        return pinned
 
-    def _room(self, needed: int, key: bytes, now: int) -> _Room | None:
+    def _room(self, needed: int, key: bytes, owner: np.uint64, budget: int, now: int) -> _Room | None:
         """A place for `needed` bytes and the records that are in the way there, or None."""
         state = self._state[: self._records_used]
-        there = np.flatnonzero(state != _FREE)
-        there = there[np.argsort(self._start[there], kind="stable")]
-        starts = self._start[there].astype(np.int64)
-        ends = starts + self._size[there].astype(np.int64)
+        order = self._by_start
+        order.bring_up(state != _FREE, self._serial + 1 << _BITS)
+        there = order.records
+        replaced = [extent.record for extent in self._entries(key)]
 
-        predecessors = np.zeros(state.size, bool)
-        predecessors[[extent.record for extent in self._entries(key)]] = True
-        going = np.flatnonzero((state == _READY) & ~self._pinned(now, state.size))
-        age = np.where(predecessors[going], 0, self._used[going])  # what is replaced goes before the oldest
-        going = going[np.argsort(age, kind="stable")]
-        turn = np.full(state.size, going.size, np.int64)
-        turn[going] = np.arange(going.size)
-        turn = turn[there]
+        def candidates() -> tuple[Array, Array]:
+            going = (state == _READY) & ~self._pinned(now)[: state.size]
+            age = self._used[there]
+            for record in replaced:
+                age[there == record] = _FIRST  # what is replaced goes before the oldest
+            return going[there], age
 
-        start = find_room(starts, ends, turn, going=going.size, needed=needed, capacity=self.capacity)
-        if start is None:
+        room = make_room(
+            order.starts,
+            order.ends,
+            candidates,
+            needed=needed,
+            capacity=self.capacity,
+            own=self._owner[there] == owner if budget < self.capacity else None,
+            share=budget,
+        )
+        if room is None:
             return None
-        victims = there[(starts < start + needed) & (ends > start)]
-        if not victims.size and self._free_record() is None:  # room, but no record to say so
-            victims = going[:1]
-            if not victims.size:
+        gone = there[room.gone].tolist()
+        if not gone and self._free_record() is None:  # room, but no record to say so
+            going, age = candidates()
+            if not going.any():
                 return None
-        evictions = int(np.count_nonzero(~predecessors[victims]))
-        return _Room(start, [int(victim) for victim in victims], evictions)
+            gone = [int(there[np.argmin(np.where(going, age, -_FIRST))])]
+        return _Room(room.start, gone, len(set(gone).difference(replaced)))
 
 
 class _Room(NamedTuple):
@@ -324,6 +388,10 @@ class _Room(NamedTuple):
 def _words(key: bytes) -> Array:
     assert len(key) == 32, len(key)
     return np.frombuffer(key, np.uint64)
+
+
+def _owner(owner: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(owner, "little"))
 
 
 def _record(generation: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats, full
 @dataclass(slots=True)
 class _Kept:
     sealed: Sealed
+    owner: bytes
+    used: float  # by the store's clock
     leases: dict[bytes, float] = field(default_factory=dict)  # when each pin ends, by the store's clock
 
     def pinned(self, now: float) -> bool:
@@ -27,11 +30,22 @@ class MemoryStore:
 
     Args:
         budget: bytes of entries at most, pinned ones included.
+        owner_budget: bytes of these that one owner may hold; None for all.
+        ttl: seconds after which an entry that nobody has used or pinned since is a miss; None for never.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, budget: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        budget: int,
+        *,
+        owner_budget: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._budget = budget
+        self._owner_budget = budget if owner_budget is None else min(owner_budget, budget)
+        self._ttl = math.inf if ttl is None else ttl
         self._clock = clock
         self._kept: OrderedDict[EntryKey, _Kept] = OrderedDict()  # least recently used first
         self._bytes = 0
@@ -48,9 +62,9 @@ class MemoryStore:
     ) -> Place:
         before = self._kept.get(key)
         leases = {} if before is None else before.leases
-        self._make_room(sealed.size, replacing=key)
+        self._make_room(sealed.size, owner, replacing=key)
         self._remove(key)
-        self._kept[key] = kept = _Kept(sealed, leases)
+        self._kept[key] = kept = _Kept(sealed, owner, self._clock(), leases)
         if lease is not None:
             self._pin(kept, lease)
         self._bytes += sealed.size
@@ -101,35 +115,47 @@ class MemoryStore:
 
     def _find(self, key: EntryKey, *, here: bool = True) -> _Kept | None:
         kept = self._kept.get(key) if here else None
-        if kept is None:
+        now = self._clock()
+        if kept is None or (now - kept.used > self._ttl and not kept.pinned(now)):
             self._counts["misses"] += 1
-        else:
-            self._counts["hits"] += 1
-            self._kept.move_to_end(key)
+            return None
+        self._counts["hits"] += 1
+        kept.used = now
+        self._kept.move_to_end(key)
         return kept
 
     def _pin(self, kept: _Kept, lease: Lease) -> None:
         kept.leases[lease.id] = self._clock() + lease.seconds
 
-    def _make_room(self, size: int, *, replacing: EntryKey) -> None:
-        """Evicts the least recently used entries that nobody has pinned, all or none, or refuses."""
+    def _make_room(self, size: int, owner: bytes, *, replacing: EntryKey) -> None:
+        """Evicts the least recently used entries that nobody has pinned, all or none, or refuses. An owner who would
+        hold more than its budget gives up its own before anybody else's."""
         now = self._clock()
-        replaced = self._kept.get(replacing)
-        going = replaced.sealed.size if replaced is not None and not replaced.pinned(now) else 0
-        needed = self._bytes + size - self._budget - going
+        budget = self._budget if owner == NOBODY else self._owner_budget
+        needed = self._bytes + size - self._budget
+        over = -1 if budget == self._budget else self._of(owner) + size - budget
+        mine_first = over > 0
         victims = []
-        for key, kept in self._kept.items():
-            if needed <= 0:
-                break
-            if key != replacing and not kept.pinned(now):
+        if needed > 0 or mine_first:
+            going = [(key, kept) for key, kept in self._kept.items() if not kept.pinned(now)]
+            # What is replaced goes before all others.
+            going.sort(key=lambda item: (item[0] != replacing, mine_first and item[1].owner != owner))
+            for key, kept in going:
+                if needed <= 0 and over <= 0:
+                    break
                 victims.append(key)
                 needed -= kept.sealed.size
-        if needed > 0:
+                over -= kept.sealed.size if kept.owner == owner else 0
+        if needed > 0 or over > 0:
             self._counts["refusals"] += 1
-            raise full(size, self._budget)
+            raise full(size, budget)
         for key in victims:
             self._remove(key)
-            self._counts["evictions"] += 1
+            self._counts["evictions"] += key != replacing
+
+    def _of(self, owner: bytes) -> int:
+        """Bytes that an owner holds."""
+        return sum(kept.sealed.size for kept in self._kept.values() if kept.owner == owner)
 
     def _remove(self, key: EntryKey) -> None:
         kept = self._kept.pop(key, None)

@@ -74,7 +74,7 @@ class Pins:
 
     @property
     def _used(self) -> int:
-        return int(self._ever[0])
+        return min(int(self._ever[0]), self._end.size)
 
     def _of(self, generation: int) -> Array:
         return np.flatnonzero(self._generation[: self._used] == generation)

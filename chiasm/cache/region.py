@@ -49,7 +49,8 @@ _MAGIC = b"CHIASM\x00A"
 _UNFINISHED = b"CHIASM\x00a"
 """Stands in the magic's place until a region is whole, so that one that was never finished can be told and removed."""
 
-_VERSION = 1
+_VERSION = 2
+"""Of region and ledger together: who opens one reads both."""
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, version, header bytes, bytes in all, arena id
 
 _MUTEX = 1 << 48

@@ -47,8 +47,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+cache = typer.Typer(help="Looks into the cache of this machine, or empties it.", no_args_is_help=True)
+app.add_typer(cache, name="cache")
+
 Json = Annotated[
     bool, typer.Option("--json", help="Prints one JSON object last; what is for people goes to standard error.")
+]
+OneJson = Annotated[bool, typer.Option("--json", help="Prints one JSON object instead.")]
+Arena = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        envvar="CHIASM_ARENA",
+        help="The shared-memory region. Default: that of the `chiasm serve` that runs here.",
+    ),
 ]
 Target = Annotated[
     str, typer.Option(envvar="CHIASM_TARGET", help="Where the router listens.", show_envvar=True, metavar="HOST:PORT")
@@ -138,6 +150,24 @@ def serve(
             help="Shared memory for the cache, for example 4GiB. Default: 1 GiB, or half of what is free.",
         ),
     ] = None,
+    cache_tenant_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size,
+            metavar="SIZE",
+            envvar="CHIASM_CACHE_TENANT_BYTES",
+            help="Of the cache, what one tenant may take. Default: all of it.",
+        ),
+    ] = None,
+    cache_ttl: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            envvar="CHIASM_CACHE_TTL",
+            help="After which what nobody has used is not served from the cache. Default: until it makes room.",
+        ),
+    ] = None,
     encoders: Annotated[int, typer.Option(min=1, help="How many encoder processes.")] = 1,
     decoders: Annotated[int, typer.Option(min=1, help="How many decoder processes.")] = 1,
     insecure: Annotated[
@@ -168,6 +198,8 @@ def serve(
             dtype=dtype.value if dtype else None,
             form=form.value if form else None,
             arena_bytes=arena_bytes,
+            cache_tenant_bytes=cache_tenant_bytes,
+            cache_ttl=cache_ttl,
             encoders=encoders,
             decoders=decoders,
             insecure=insecure,
@@ -232,9 +264,31 @@ def health(
     raise typer.Exit(0 if well else 1)
 
 
+@cache.command("stats")
+def cache_stats(arena: Arena = None, json: OneJson = False) -> None:
+    """Shows what each tier of the cache holds, and how often what was looked for was there."""
+    from chiasm.cli import cache as verb
+
+    with told():
+        verb.stats(arena, as_json=json)
+
+
+@cache.command("flush")
+def cache_flush(arena: Arena = None, json: OneJson = False) -> None:
+    """Forgets every entry that nobody is about to read.
+
+    Requests go on; what they need is encoded again. Nothing is overwritten: bytes stay in memory until others take
+    their place.
+    """
+    from chiasm.cli import cache as verb
+
+    with told():
+        verb.flush(arena, as_json=json)
+
+
 @app.command()
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object instead.")] = False,
+    json: OneJson = False,
 ) -> None:
     """Checks this machine, and says how to mend it.
 

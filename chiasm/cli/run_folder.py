@@ -21,6 +21,7 @@ IN = Path("/dev/shm")
 
 _PREFIX = "chiasm-"
 _LOCK = "lock"
+_ARENA = "arena"
 
 
 class RunFolder:
@@ -33,12 +34,17 @@ class RunFolder:
     """
 
     def __init__(self, parent: Path = IN) -> None:
-        """Makes the folder. Raises OSError if `parent` cannot be written to."""
+        """Makes the folder. Raises OSError if `parent` cannot be written to; then nothing is left there."""
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # 0700
-        self._lock = _locked(self.path)
-        self.workers_secret = self._secret("workers.secret")
-        self.tenants_secret = self._secret("tenants.secret")
-        self.arena = self.path / "arena"
+        self._lock = -1
+        try:
+            self._lock = _locked(self.path)
+            self.workers_secret = self._secret("workers.secret")
+            self.tenants_secret = self._secret("tenants.secret")
+        except BaseException:
+            self.remove()
+            raise
+        self.arena = self.path / _ARENA
 
     def socket(self, name: str) -> str:
         """The address of a socket in the folder, as a server takes it."""
@@ -80,6 +86,19 @@ def sweep(parent: Path = IN) -> list[Path]:
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 swept.append(lock.parent)
     return swept
+
+
+def arenas(parent: Path = IN) -> list[Path]:
+    """The arenas of this user's systems that run: those whose supervisor lives."""
+    found = []
+    for lock in sorted(parent.glob(f"{_PREFIX}*/{_LOCK}")):
+        with contextlib.suppress(OSError), open(os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.append(lock.parent / _ARENA)
+    return found
 
 
 def _locked(folder: Path) -> int:

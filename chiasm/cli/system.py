@@ -43,6 +43,8 @@ class Options:
         device, dtype: where the workers compute, and in what; None is for each device its usual.
         form: of entries that decoders ask for; None lets them measure and agree.
         arena_bytes: None for a share of what is free.
+        cache_tenant_bytes: what the entries of one tenant may take of the arena; None for all.
+        cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         insecure: lets the router listen where other machines reach it.
         parent: a folder in memory, in which that of the run is made.
     """
@@ -55,6 +57,8 @@ class Options:
     dtype: str | None = None
     form: str | None = None
     arena_bytes: int | None = None
+    cache_tenant_bytes: int | None = None
+    cache_ttl: float | None = None
     encoders: int = 1
     decoders: int = 1
     insecure: bool = False
@@ -117,7 +121,11 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
     kinds = {"encoder": options.encoders, "decoder": options.decoders}
     names = {kind: [f"{kind}-{index}" for index in range(count)] for kind, count in kinds.items()}
     environment = threads(os.environ, sum(kinds.values()))
-    dtype = {"--dtype": options.dtype} if options.dtype is not None else {}
+    asked = {
+        "--dtype": options.dtype,
+        "--cache-tenant-bytes": options.cache_tenant_bytes,
+        "--cache-ttl": options.cache_ttl,
+    }
     form = {"--forms": options.form} if options.form is not None else {}
     workers = [
         _role(
@@ -129,7 +137,7 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
                 "--arena": str(folder.arena),
                 "--workers-secret-file": str(folder.workers_secret),
                 "--device": options.device,
-                **dtype,
+                **{flag: str(value) for flag, value in asked.items() if value is not None},
                 **(form if kind == "decoder" else {}),
             },
             {"--listen": folder.socket(name), "--http": "none"},

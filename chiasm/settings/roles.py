@@ -71,6 +71,14 @@ class WorkerSettings(RoleSettings):
     arena_bytes: ByteSize | None = Field(
         default=None, gt=0, description="makes the region this large if it is not there"
     )
+    cache_tenant_bytes: ByteSize | None = Field(
+        default=None, gt=0, description="of the region, what the entries of one tenant may take; default: all of it"
+    )
+    cache_ttl: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds after which an entry that nobody has used is not served; default: until it makes room",
+    )
     workers_secret_file: Path = Field(description="64 hex digits that all workers of a fleet share, in a file of 0600")
     device: str = Field(default="cpu", description="where the model runs, as torch names it: cpu, cuda, cuda:1")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(

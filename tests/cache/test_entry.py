@@ -205,6 +205,28 @@ def test_what_is_not_finite_is_never_published(value: float) -> None:
     assert caught.value.reason == "NONFINITE"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@steady
+@given(at=st.integers(0, math.prod(SHAPE) - 1), value=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_one_value_anywhere_that_is_not_finite_is_seen_and_largest_values_are_finite(
+    dtype: torch.dtype, at: int, value: float
+) -> None:
+    largest = torch.full(SHAPE, torch.finfo(dtype).max, dtype=dtype)
+    for whole in (payload(dtype), largest, -largest):
+        seal(contract(dtype=dtype), whole, SECRET)
+        spoiled = whole.clone()
+        spoiled.view(-1)[at] = value
+        with pytest.raises(ServerError):
+            seal(contract(dtype=dtype), spoiled, SECRET)
+
+
+def test_infinities_that_would_cancel_are_seen() -> None:
+    spoiled = payload()
+    spoiled[0, 0, 0, 0, 0], spoiled[0, 0, 0, 0, 1] = math.inf, -math.inf
+    with pytest.raises(ServerError):
+        seal(contract(), spoiled, SECRET)
+
+
 def flipped(data: bytes | memoryview, at: int, bit: int) -> bytes:
     made = bytearray(data)
     made[at] ^= 1 << bit
@@ -376,6 +398,56 @@ def test_a_payload_cut_short_or_drawn_out_is_refused(bytes_kept: int) -> None:
     assert bytes_kept < len(whole)
     assert open_entry(replace(sealed(), payload=memoryview(whole[:bytes_kept])), contract(), SECRET) == "size"
     assert open_entry(replace(sealed(), payload=memoryview(whole + b"\0")), contract(), SECRET) == "size"
+
+
+@steady
+@given(st.data())
+def test_an_entry_cut_or_drawn_out_anywhere_is_refused(data: st.DataObject) -> None:
+    entry = sealed()
+    parts = {"header": entry.header, "payload": bytes(entry.payload), "tag": entry.tag}
+    part = data.draw(st.sampled_from(sorted(parts)))
+    whole = parts[part]
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    longer = whole + data.draw(st.binary(min_size=1, max_size=200))
+    middle = data.draw(st.integers(0, len(whole) - 1))
+    for changed in (cut, longer, whole[:middle] + whole[middle + 1 :], whole[:middle] + b"\0" + whole[middle:]):
+        made: dict[str, Any] = {part: memoryview(changed) if part == "payload" else changed}
+        assert open_entry(replace(entry, **made), contract(), SECRET) in ("header", "size", "tag")
+
+
+def test_an_entry_found_under_the_key_of_another_is_refused_although_every_sum_is_right() -> None:
+    other = contract(key=key(pixels=[changed_pixel()]))
+    assert open_entry(seal(other, payload(), SECRET), contract(), SECRET) == "key"
+
+
+@pytest.mark.parametrize("part", ["header", "payload", "tag"])
+def test_two_good_entries_of_one_tenant_with_a_part_exchanged_are_refused(part: str) -> None:
+    """Both ways, as the one and as the other."""
+    other = contract(key=key(pixels=[changed_pixel()]))
+    one, two = sealed(), seal(other, payload() + 1, SECRET)
+    for mixed in (replace(one, **{part: getattr(two, part)}), replace(two, **{part: getattr(one, part)})):
+        assert isinstance(open_entry(mixed, contract(), SECRET), str)
+        assert isinstance(open_entry(mixed, other, SECRET), str)
+
+
+def test_an_entry_of_another_tenant_or_forged_by_who_knows_only_one_of_both_secrets_is_refused() -> None:
+    alice, bob = (tenant_root(MASTER, name) for name in ("alice", "bob"))
+    workers = bytes(range(1, 33))
+    secret = tag_secret(workers, alice)
+    assert isinstance(open_entry(seal(contract(), payload(), secret), contract(), secret), Tensor)
+    forgeries = [tag_secret(workers, bob), tag_secret(bytes(32), alice), workers, alice, bytes(32)]
+    for known in forgeries:
+        assert open_entry(seal(contract(), payload(), known), contract(), secret) == "tag"
+
+
+def test_an_entry_of_another_encoder_is_refused() -> None:
+    for changed in (
+        replace(IDENTITY, fingerprint="e" * 64),
+        replace(IDENTITY, processor=b"{}"),
+        replace(IDENTITY, dtype=torch.float16),
+    ):
+        other = contract(identity=changed.digest())
+        assert open_entry(seal(other, payload(), SECRET), contract(), SECRET) == "identity"
 
 
 @pytest.mark.parametrize("header", [b"", b"CHSE", bytes(HEADER_BYTES), b"\xff" * HEADER_BYTES, bytes(HEADER_BYTES + 1)])

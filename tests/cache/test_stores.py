@@ -1,10 +1,12 @@
 """What every store does, over the store in memory and the arena: a budget, the least recently used first, pins that end
-by themselves."""
+by themselves, a share for every owner, an age at which an entry is not served any more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -20,12 +22,13 @@ from tests.cache.test_entry import contract
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """Seconds that pass when told to, and a microsecond each time it is looked at."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def __call__(self) -> float:
+        self.now += 1e-6
         return self.now
 
 
@@ -34,15 +37,25 @@ def clock() -> Clock:
     return Clock()
 
 
+class Make(Protocol):
+    """Makes a store of 300 KiB."""
+
+    def __call__(self, *, owner_budget: int | None = None, ttl: float | None = None) -> EntryStore: ...
+
+
 @pytest.fixture(params=["memory", "arena"])
-def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[EntryStore]:
-    """A store of 300 KiB."""
+def make(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[Make]:
     if request.param == "memory":
-        yield MemoryStore(300 * KIB, clock=clock)
+        yield partial(MemoryStore, 300 * KIB, clock=clock)
         return
     region = small_region(tmp_path / "arena", 300 * KIB)
-    yield ArenaStore(region, clock=clock)
+    yield partial(ArenaStore, region, clock=clock)
     region.close()
+
+
+@pytest.fixture
+def store(make: Make) -> EntryStore:
+    return make()
 
 
 async def held(store: EntryStore, names: str) -> str:
@@ -269,6 +282,96 @@ async def test_a_flush_forgets_all_that_is_not_pinned(store: EntryStore, clock: 
     await store.flush()
     assert await held(store, "abc") == ""
     assert store.stats().bytes == 0
+
+
+ALICE, BOB = b"alice...", b"bob....."
+
+
+async def test_an_owner_at_its_budget_evicts_its_own_oldest_and_nobody_elses(make: Make) -> None:
+    store = make(owner_budget=200 * KIB)
+    await store.put(entry(50 * KIB), key("a"), owner=BOB)
+    for name in "bcde":
+        await store.put(entry(90 * KIB), key(name), owner=ALICE)
+    assert await held(store, "abcde") == "ade", "what is left of the store was not hers"
+    await store.put(entry(50 * KIB), key("f"), owner=BOB)
+    assert await held(store, "adef") == "adef"
+    assert store.stats().evictions == 2
+
+
+async def test_an_owner_whose_budget_is_pinned_is_refused_for_now_and_others_are_served(
+    make: Make, clock: Clock
+) -> None:
+    store = make(owner_budget=200 * KIB)
+    await store.put(entry(150 * KIB), key("a"), owner=ALICE, lease=Lease.of(5.0))
+    with pytest.raises(Overloaded) as caught:
+        await store.put(entry(100 * KIB), key("b"), owner=ALICE)
+    assert (caught.value.reason, caught.value.retryable) == ("CACHE_FULL", True)
+    assert caught.value.facts == {"needed": 100 * KIB, "budget": 200 * KIB}
+    with pytest.raises(Overloaded) as never:
+        await store.put(entry(201 * KIB), key("b"), owner=ALICE)
+    assert not never.value.retryable
+    await store.put(entry(50 * KIB), key("c"), owner=ALICE)
+    await store.put(entry(100 * KIB), key("d"), owner=BOB)
+    assert await held(store, "abcd") == "acd"
+    clock.now += 5.0
+    await store.put(entry(100 * KIB), key("b"), owner=ALICE)
+    assert await held(store, "abcd") == "bcd"
+
+
+async def test_the_room_of_an_entry_that_is_replaced_counts_for_its_owner(make: Make) -> None:
+    store = make(owner_budget=200 * KIB)
+    await store.put(entry(80 * KIB, 1), key("b"), owner=ALICE)
+    await store.put(entry(100 * KIB, 1), key("a"), owner=ALICE)
+    again = entry(120 * KIB, 2)
+    await store.put(again, key("a"), owner=ALICE)
+    assert same(await store.get(key("a")), again)
+    assert await held(store, "ab") == "ab"
+    assert store.stats().evictions == 0
+
+
+async def test_what_is_charged_to_nobody_may_fill_the_store(make: Make) -> None:
+    store = make(owner_budget=100 * KIB)
+    await store.put(entry(300 * KIB), key("a"))
+    assert await held(store, "a") == "a"
+    await store.put(entry(100 * KIB), key("b"), owner=ALICE)
+    assert await held(store, "ab") == "b", "without a budget of its own it has no claim either"
+
+
+async def test_an_entry_that_nobody_has_used_for_its_time_is_not_served(make: Make, clock: Clock) -> None:
+    store = make(ttl=60.0)
+    place = await store.put(entry(100 * KIB), key("a"))
+    await store.put(entry(100 * KIB), key("b"))
+    clock.now += 50.0
+    assert await held(store, "b") == "b"
+    clock.now += 50.0
+    assert await store.get(key("a"), place) is None
+    assert await store.pin(key("a"), Lease.of(1.0)) is None
+    assert await held(store, "ab") == "b"
+    stats = store.stats()
+    assert (stats.hits, stats.misses) == (2, 3)
+    again = entry(100 * KIB, 2)
+    await store.put(again, key("a"))
+    assert same(await store.get(key("a")), again)
+
+
+async def test_an_entry_is_served_for_as_long_as_somebody_has_it_pinned(make: Make, clock: Clock) -> None:
+    store = make(ttl=60.0)
+    lease = Lease.of(200.0)
+    place = await store.put(entry(100 * KIB), key("a"), lease=lease)
+    clock.now += 190.0
+    assert await store.get(key("a"), place) is not None
+    clock.now += 61.0
+    assert await store.get(key("a"), place) is None
+
+
+async def test_what_has_outlived_its_time_goes_before_what_has_not(make: Make, clock: Clock) -> None:
+    store = make(ttl=60.0)
+    for name in "abc":
+        await store.put(entry(100 * KIB), key(name))
+    clock.now += 61.0
+    await store.put(entry(100 * KIB), key("d"))
+    await store.put(entry(200 * KIB), key("e"))
+    assert await held(store, "abcde") == "de"
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4096, 200 * KIB])

@@ -40,6 +40,17 @@ def test_workers_listen_in_the_folder_and_the_router_where_it_was_said(tmp_path:
         assert not any(secret in word for role in (router, *workers) for word in role.words for secret in secrets)
 
 
+def test_workers_are_told_how_the_cache_is_kept_if_anything_was_said(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        _, told = roles(Options(folder=tmp_path, name="m", cache_tenant_bytes=1 << 20, cache_ttl=90.5), folder)
+        router, untold = roles(Options(folder=tmp_path, name="m"), folder)
+    for role in told:
+        words = role.words
+        assert words[words.index("--cache-tenant-bytes") + 1] == f"{1 << 20}"
+        assert words[words.index("--cache-ttl") + 1] == "90.5"
+    assert not any("--cache" in word for role in (router, *untold) for word in role.words)
+
+
 def test_only_the_router_may_be_reached_and_only_when_one_insists(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         open_, workers = roles(Options(folder=tmp_path, name="m", insecure=True), folder)
@@ -59,7 +70,8 @@ def test_a_port_that_was_free_once_stays_the_port(tmp_path: Path) -> None:
 
 def test_what_keeps_the_processes_loads_no_large_library() -> None:
     program = (
-        "import sys, chiasm.cli.serve, chiasm.cli.demo, chiasm.cli.ask, chiasm.cli.doctor\n"
+        "import sys, chiasm.cli.serve, chiasm.cli.demo, chiasm.cli.ask, chiasm.cli.doctor, "
+        "chiasm.cli.cache\n"
         "print(sorted({'torch', 'av', 'ray', 'transformers', 'uvloop'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,26 +36,29 @@ def flipped(sealed: Sealed) -> Sealed:
 
 
 class Meddling(MemoryStore):
-    """A store that hands a decoder something else than it was given, `times` times. An encoder only pins."""
+    """A store that hands a decoder something else than it was given, `times` times, and `each` times of one entry: two
+    of which one is met twice are another story. An encoder only pins."""
 
-    def __init__(self, change: Callable[[Sealed], Sealed | None], times: int) -> None:
+    def __init__(self, change: Callable[[Sealed], Sealed | None], times: int, each: int = 1) -> None:
         super().__init__(1 << 24)
         self.change = change
         self.times = times
+        self.left = defaultdict[EntryKey, int](lambda: each)
 
     async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
         sealed = await super().get(key, place)
-        if sealed is None or not self.times:
+        if sealed is None or not self.times or not self.left[key]:
             return sealed
         self.times -= 1
+        self.left[key] -= 1
         changed = self.change(sealed)
         if changed is None:
             await self.discard(key)
         return changed
 
 
-def meddle(service: LocalService, change: Callable[[Sealed], Sealed | None], times: int) -> None:
-    store = Meddling(change, times)
+def meddle(service: LocalService, change: Callable[[Sealed], Sealed | None], times: int, *, each: int = 1) -> None:
+    store = Meddling(change, times, each)
     service.store = service.encoder.store = service.decoder.store = store
 
 
@@ -67,6 +71,9 @@ CHANGES: dict[str, Callable[[Sealed], Sealed | None]] = {
 }
 
 
+REASONS = {"bit": "tag", "cut": "size", "tag": "tag", "header": "header"}
+
+
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_doubtful_entry_is_encoded_again_and_the_answer_is_the_same(change: str) -> None:
     clip = digits.shipped_clips()[1]
@@ -77,6 +84,9 @@ async def test_a_doubtful_entry_is_encoded_again_and_the_answer_is_the_same(chan
         meddle(service, CHANGES[change], 2)
         answer = await ask(service, request)
         assert service.encoder.counts.encoded_units == len(clip.digits) + 2
+        rejections = service.decoder.rejections
+        assert +rejections.counts == ({REASONS[change]: 2} if change in REASONS else {})
+        assert rejections.absent == (2 if change == "gone" else 0)
         await settled(service)
     assert answer.ids == right.ids
 
@@ -84,7 +94,7 @@ async def test_a_doubtful_entry_is_encoded_again_and_the_answer_is_the_same(chan
 async def test_an_entry_that_is_doubtful_twice_fails_the_request_and_frees_everything() -> None:
     clip = digits.shipped_clips()[0]
     async with running() as service:
-        meddle(service, flipped, 10**6)
+        meddle(service, flipped, 10**6, each=2)
         with pytest.raises(ServerError) as caught:
             await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
         assert caught.value.reason == "ENTRY_MISSING"
@@ -107,14 +117,17 @@ def regions(path: Path) -> Iterator[list[Region]]:
 
 
 class Recording(ArenaStore):
-    """Remembers where it was told to look, and may be made to lose what it is asked for before it looks."""
+    """Remembers where it was told to look, and may be made to lose some of what it is asked for before it looks."""
 
-    losing = 0
+    def __init__(self, region: Region, losing: int) -> None:
+        super().__init__(region)
+        self.losing = losing
+        self.lost: set[EntryKey] = set()
 
     async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
         self.places = [*getattr(self, "places", []), place]
-        if self.losing:
-            self.losing -= 1
+        if len(self.lost) < self.losing and key not in self.lost:
+            self.lost.add(key)
             await self.discard(key)
         return await super().get(key, place)
 
@@ -210,8 +223,7 @@ async def test_an_answer_over_an_arena_is_the_same_and_leaves_no_pin(regions: li
     async with running() as service:
         right = await ask(service, request)
     async with running() as service:
-        encoding, decoding = ArenaStore(regions[0]), Recording(regions[1])
-        decoding.losing = losing
+        encoding, decoding = ArenaStore(regions[0]), Recording(regions[1], losing)
         service.encoder.store, service.decoder.store = encoding, decoding
         for _ in range(2):
             service.decoder.flush()  # otherwise the second finds its units attached and reads nothing
