@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.family import EncoderHalf, MediumPlan, Processor
+from encoder_service.claims import Claims
 
 _RETRY = 0.01
 """Seconds between two tries to put into a store that is full of pinned entries."""
@@ -89,6 +91,7 @@ class EncoderEngine:
         self.counts = EngineCounts()
         self.half = half
         self.store = store
+        self._claims = Claims(store)
         self._secret = workers_secret
         self.max_patches = max_patches
         self._attention = TorchVarlen()
@@ -124,10 +127,11 @@ class EncoderEngine:
         contract = self._contract(key, plan)
         try:
             if key not in self._flying and not afresh:
-                pinned = await self.store.pin(key, lease)
-                if pinned is not None and Contract.unpack(pinned.header) == contract:
+                look = partial(self._look, contract, lease)
+                place = await look() or await self._claims.wait(key, look)
+                if place is not None:
                     self.counts.cached_units += 1
-                    return Announced(contract, pinned.place, cached=True)
+                    return Announced(contract, place, cached=True)
             flight = self._flying.get(key)  # another caller may have come while the store was asked
             if flight is None:
                 flight = self._begin(_Flight(key, pixels, plan, root, asyncio.get_running_loop().create_future()))
@@ -138,8 +142,14 @@ class EncoderEngine:
             await self.store.release(key, lease.id)  # the caller will never be told of it
             raise
 
+    async def _look(self, contract: Contract, lease: Lease) -> Place | None:
+        """Where an entry lies, pinned, if it is there."""
+        pinned = await self.store.pin(contract.key, lease)
+        return pinned.place if pinned is not None and Contract.unpack(pinned.header) == contract else None
+
     def _begin(self, flight: _Flight) -> _Flight:
         self._flying[flight.key] = flight
+        flight.done.add_done_callback(lambda _: self._claims.end(flight.key))
         self._queue.append(flight)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
@@ -153,6 +163,7 @@ class EncoderEngine:
         for flight in list(self._flying.values()):
             self._fail(flight, Unavailable("DRAINING", "the worker is ending", retry_after=1.0))
         self._queue.clear()
+        await self._claims.close()
         await asyncio.to_thread(self.device.shutdown)
 
     def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes) -> tuple[Tensor, EntryKey]:
@@ -180,6 +191,7 @@ class EncoderEngine:
             if not flight.leases and not flight.done.done() and flight in self._queue:
                 self._queue.remove(flight)
                 del self._flying[flight.key]
+                flight.done.cancel()
                 self.counts.dropped_units += 1
 
     async def _run(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from chiasm.cache.region import Region
 from chiasm.cli import health, run_folder
@@ -43,6 +44,7 @@ class Options:
         device, dtype: where the workers compute, and in what; None is for each device its usual.
         arena_bytes: None for a share of what is free.
         insecure: lets the router listen where other machines reach it.
+        redis: of the store that nodes share: its URL and whatever else workers are told of it, by flag; empty for none.
         parent: a folder in memory, in which that of the run is made.
     """
 
@@ -56,6 +58,7 @@ class Options:
     encoders: int = 1
     decoders: int = 1
     insecure: bool = False
+    redis: Mapping[str, str] = MappingProxyType({})
     parent: Path = run_folder.IN
 
 
@@ -127,6 +130,7 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
                 "--workers-secret-file": str(folder.workers_secret),
                 "--device": options.device,
                 **dtype,
+                **options.redis,
             },
             {"--listen": folder.socket(name), "--http": "none"},
             environment,
