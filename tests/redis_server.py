@@ -88,7 +88,7 @@ class RedisServer:
         return int(self.admin.info()[name])
 
     def names(self, pattern: str) -> list[str]:
-        return sorted(name.decode() for name in self.admin.keys(pattern))
+        return sorted(str(name, "ascii") for name in self.admin.keys(pattern) if isinstance(name, bytes))
 
 
 @contextmanager

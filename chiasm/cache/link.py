@@ -15,23 +15,17 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from chiasm.cache.breaker import Breaker
-
-Command: TypeAlias = Sequence[bytes | str | int | memoryview]
-
-Reply: TypeAlias = Any
-"""bytes, int, None, a list of these, or a `ResponseError`: the server's refusal of one command."""
-
-_READ_BYTES = 256 << 10
-"""Asked of the socket at a time: the least from which larger pieces gain nothing."""
+from chiasm.cache.exchange import Command, Exchange, Reply
+from chiasm.cache.values import Nonsense, TooLong, Values
 
 _CONNECTIONS = 8
 """Exchanges at a time. Further ones wait, and their time runs."""
@@ -60,7 +54,7 @@ class Server(NamedTuple):
         return f"Server({self.url!r})"
 
     def pool(self) -> ConnectionPool:
-        """Connects nothing yet."""
+        """What makes connections to it, and keeps none. Connects nothing yet."""
         options: dict[str, object] = {}
         if urlsplit(self.url).scheme == "rediss":
             options = {
@@ -76,8 +70,6 @@ class Server(NamedTuple):
             retry=Retry(NoBackoff(), 0),
             socket_timeout=None,  # the limit of the whole exchange is the only one
             socket_connect_timeout=None,
-            socket_read_size=_READ_BYTES,
-            max_connections=_CONNECTIONS,
             **options,
         )
 
@@ -109,22 +101,28 @@ class Link:
         self._sentinel = sentinel
         self._timeout = timeout
         self._rate = rate
-        self._free = asyncio.Semaphore(_CONNECTIONS)
+        self._turns = asyncio.Semaphore(_CONNECTIONS)
+        self._idle: list[Exchange] = []
         self.breaker = Breaker(self._answers, pause=pause)
         self.failures: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
 
-    async def ask(self, *commands: Command, nbytes: int = 0) -> list[Reply] | None:
+    async def ask(self, *commands: Command, nbytes: int = 0, values: Values | None = None) -> list[Reply] | None:
         """The replies, one for each command; None if they did not all come in time.
 
         Args:
             nbytes: that are moved, either way.
+            values: as of `Exchange.run`.
         """
         if not self.breaker.closed:
             self.failures["unasked"] += 1
             return None
         if not commands:
             return []
-        replies = await self._try(commands, nbytes)
+        try:
+            replies = await self._try(commands, nbytes, values)
+        except TooLong:  # an answer of its kind
+            self.breaker.succeeded()
+            return None
         if replies is None:
             self.breaker.failed()
         else:
@@ -133,35 +131,40 @@ class Link:
 
     async def close(self) -> None:
         await self.breaker.close()
-        await self._pool.aclose()
+        while self._idle:
+            await self._idle.pop().drop()
 
     async def _answers(self) -> bool:
         """A refusal is an answer: what the user may not do does not hang. `PING` is what most users may not."""
-        return await self._try([("GET", self._sentinel)], 0) is not None
+        return await self._try([("GET", self._sentinel)], 0, None) is not None
 
-    async def _try(self, commands: Sequence[Command], nbytes: int) -> list[Reply] | None:
+    async def _try(self, commands: Sequence[Command], nbytes: int, values: Values | None) -> list[Reply] | None:
         try:
-            async with asyncio.timeout(self._timeout + nbytes / self._rate), self._free:
-                return await self._exchange(commands)
+            async with asyncio.timeout(self._timeout + nbytes / self._rate), self._turns:
+                return await self._exchange(commands, values)
+        except TooLong:
+            raise
         except TimeoutError:
             self.failures["timeout"] += 1
-        except (RedisError, OSError, RuntimeError):  # uvloop's, of a transport that was closed a moment ago
+        except (RedisError, OSError, Nonsense):
             self.failures["connection"] += 1
         return None
 
-    async def _exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        connection = await self._pool.get_connection()
+    async def _exchange(self, commands: Sequence[Command], values: Values | None) -> list[Reply]:
+        exchange = await self._connected()
         try:
-            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
-            replies: list[Reply] = []
-            for _ in commands:
-                try:
-                    replies.append(await connection.read_response(disable_decoding=True))
-                except ResponseError as refusal:
-                    replies.append(refusal)
-            return replies
+            replies = await exchange.run(commands, values)
         except BaseException:
-            await connection.disconnect(nowait=True)
+            await exchange.drop()
             raise
-        finally:
-            await asyncio.shield(self._pool.release(connection))
+        self._idle.append(exchange)
+        return replies
+
+    async def _connected(self) -> Exchange:
+        """The connection that was used last, or a new one."""
+        while self._idle:
+            exchange = self._idle.pop()
+            if exchange.alive:
+                return exchange
+            await exchange.drop()
+        return await Exchange.connect(self._pool.make_connection())

@@ -16,22 +16,20 @@ itself (`chiasm.cache.account`), so the bound of a fleet is that of a writer tim
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import numpy as np
-from redis.exceptions import NoPermissionError, OutOfMemoryError
-
 from chiasm.cache.account import Account
-from chiasm.cache.link import Link, Reply
+from chiasm.cache.exchange import Command, Refusal, Reply
+from chiasm.cache.link import Link
 from chiasm.cache.manifest import CHUNK_BYTES, Manifest, chunks_of
 from chiasm.cache.place import Elsewhere, InRedis, Place
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats
+from chiasm.cache.values import Values
 from chiasm.errors import Unavailable
 
 NAMESPACE: Final = "chiasm"
@@ -48,9 +46,6 @@ something else under the name; a value is gone, or of another length."""
 
 _MARGIN = 30.0
 """Seconds that values outlast their manifest: more than any put takes."""
-
-_SMALL = 1 << 20
-"""Bytes that are joined where they are asked for; more go to a thread."""
 
 _OK = b"OK"
 
@@ -213,25 +208,30 @@ class RedisStore:
         await self.link.close()
 
     async def _read(self, key: EntryKey, known: InRedis | None) -> Sealed | None:
-        most = chunks_of(self._entry_bytes)
-        if known is not None and not (len(known.write_id) == 16 and 0 < known.chunks <= most):
-            known = None  # empty, or no announcement of ours: the manifest says
-        ahead = [] if known is None else self._names(known.write_id, known.chunks)
-        asked = [("GET", self._name(key)), *([("MGET", *ahead)] if ahead else [])]
-        replies = await self.link.ask(*asked, nbytes=len(ahead) * CHUNK_BYTES)
-        manifest = None if replies is None else self._manifest(replies[0], key)
-        if replies is None or manifest is None:
+        get, values = ("GET", self._name(key)), None
+        if known is not None and len(known.write_id) == 16 and 0 < known.chunks <= chunks_of(self._entry_bytes):
+            values = Values([CHUNK_BYTES] * known.chunks)
+            replies = await self._fill(values, self._names(known.write_id, known.chunks), get)
+        else:  # empty, not announced, or no announcement of ours: the manifest says
+            replies = await self.link.ask(get)
+        manifest = None if replies is None else self._manifest(replies[-1], key)
+        if manifest is None:
             return None
         self._step("manifest read")
-        values: Reply = []
-        if known is not None and (known.write_id, known.chunks) == (manifest.write_id, manifest.chunks):
-            values = replies[1]
-        elif manifest.chunks:
-            again = await self.link.ask(("MGET", *self._chunks(manifest)), nbytes=manifest.payload)
-            if again is None:
+        if values is None or known != InRedis(manifest.write_id, manifest.chunks):
+            values = Values([manifest.length(index) for index in range(manifest.chunks)])
+            if manifest.chunks and await self._fill(values, self._chunks(manifest)) is None:
                 return None
-            values = again[0]
-        return await self._join(manifest, values)
+        if values.lengths != [manifest.length(index) for index in range(manifest.chunks)]:
+            gone = -1 in values.lengths or not values.lengths
+            self.rejected["chunk_missing" if gone else "chunk_length"] += 1
+            return None
+        return Sealed(manifest.header, values.room[: manifest.payload], manifest.tag)
+
+    async def _fill(self, values: Values, names: Sequence[str], *more: Command) -> list[Reply] | None:
+        replies = await self.link.ask(("MGET", *names), *more, nbytes=len(values.room), values=values)
+        self.rejected["chunk_length"] += values.too_long
+        return replies
 
     def _manifest(self, packed: Reply, key: EntryKey) -> Manifest | None:
         if packed is None:
@@ -242,27 +242,12 @@ class RedisStore:
             return None
         return found
 
-    async def _join(self, manifest: Manifest, values: Reply) -> Sealed | None:
-        if not isinstance(values, list) or len(values) != manifest.chunks or None in values:
-            self.rejected["chunk_missing"] += 1
-            return None
-        if any(len(value) != manifest.length(index) for index, value in enumerate(values)):
-            self.rejected["chunk_length"] += 1
-            return None
-        if len(values) == 1:
-            payload = memoryview(values[0])
-        elif manifest.payload <= _SMALL:
-            payload = _joined(values, manifest.payload)
-        else:
-            payload = await asyncio.to_thread(_joined, values, manifest.payload)
-        return Sealed(manifest.header, payload, manifest.tag)
-
     async def _prolong(self, manifest: Manifest, seconds: float) -> Manifest | None:
         """Lets an entry end later, its values first. None if one of them is gone or the server did not say."""
         names = [*self._chunks(manifest), self._name(manifest.key)]
         outlast = [_ms(seconds + _MARGIN)] * manifest.chunks + [_ms(seconds)]
         replies = await self.link.ask(*(("PEXPIRE", name, ms) for name, ms in zip(names, outlast, strict=True)))
-        if replies is None or any(isinstance(reply, Exception) for reply in replies):
+        if replies is None or any(isinstance(reply, Refusal) for reply in replies):
             return None
         if not all(replies):
             self.rejected["chunk_missing"] += 1
@@ -274,7 +259,7 @@ class RedisStore:
         return Elsewhere()
 
     def _done(self, replies: Sequence[Reply] | None) -> Reply:
-        if replies is None or isinstance(replies[0], Exception):
+        if replies is None or isinstance(replies[0], Refusal):
             said = "does not answer" if replies is None else f"refuses: {replies[0]}"
             raise Unavailable("SHARED_STORE", f"the store that nodes share {said}")
         return replies[0]
@@ -295,21 +280,11 @@ class RedisStore:
         return [f"{self._namespace}:value:{write_id.hex()}:{index}" for index in range(chunks)]
 
 
-def _joined(values: Sequence[bytes], nbytes: int) -> memoryview:
-    """Through numpy, which lets other threads run while it copies."""
-    joined, start = np.empty(nbytes, np.uint8), 0
-    for value in values:
-        joined[start : start + len(value)] = np.frombuffer(value, np.uint8)
-        start += len(value)
-    return joined.data
-
-
 def _reason(replies: Sequence[Reply] | None) -> str:
     if replies is None:
         return "unanswered"
-    if any(isinstance(reply, OutOfMemoryError) for reply in replies):
-        return "full"
-    return "denied" if any(isinstance(reply, NoPermissionError) for reply in replies) else "error"
+    kinds = {reply.kind for reply in replies if isinstance(reply, Refusal)}
+    return "full" if "OOM" in kinds else "denied" if "NOPERM" in kinds else "error"
 
 
 def _ms(seconds: float) -> int:
