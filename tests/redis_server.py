@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -82,6 +83,17 @@ class RedisServer:
         self.admin.close()
         if self._process is not None and self._process.poll() is None:
             self.kill()
+
+    def take_tls_port(self) -> int:
+        """Has it listen for TLS on a free port of loopback, and returns that."""
+        for _ in range(20):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port: int = free.getsockname()[1]
+            with suppress(redis.ResponseError):  # somebody else took it meanwhile
+                self.admin.config_set("tls-port", port)
+                return port
+        raise AssertionError("no port is free")
 
     def count(self, name: str) -> int:
         """A number of `INFO`."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 import hiredis
 from redis.asyncio.connection import AbstractConnection
 
-from chiasm.cache.values import Nonsense, Values
+from chiasm.cache.values import Nonsense, TooLong, Values
 
 Command: TypeAlias = Sequence[bytes | str | int | memoryview]
 
@@ -68,7 +68,7 @@ class Exchange(asyncio.BufferedProtocol):
         Args:
             values: takes in the reply to the first command, an `MGET`, whose place in the list is then None.
 
-        Raises Nonsense, and ConnectionError if the connection is lost.
+        Raises TooLong, Nonsense, and ConnectionError if the connection is lost.
         """
         if not self.alive:
             raise ConnectionError("lost")
@@ -115,7 +115,7 @@ class Exchange(asyncio.BufferedProtocol):
             self._values, data = None, behind
         self._read += len(data)
         if self._read > _REPLY_BYTES:
-            raise Nonsense("more than was asked for")
+            raise TooLong("more than any reply is")
         self._reader.feed(bytes(data))
         while len(self._replies) < self._asked and (reply := self._reader.gets()) is not False:
             self._replies.append(reply)

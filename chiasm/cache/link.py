@@ -30,8 +30,9 @@ from chiasm.cache.values import Nonsense, TooLong, Values
 _CONNECTIONS = 8
 """Exchanges at a time. Further ones wait, and their time runs."""
 
-FAILURES: Final = ("timeout", "connection", "unasked")
-"""Why there was no reply: too late, no connection or a broken one, or not asked because the breaker was open."""
+FAILURES: Final = ("timeout", "connection", "too_long", "unasked")
+"""Why there was no reply: too late, no connection or a broken one, more of it than there was room for, or not asked
+because the breaker was open."""
 
 
 class Server(NamedTuple):
@@ -118,16 +119,14 @@ class Link:
             return None
         if not commands:
             return []
-        try:
-            replies = await self._try(commands, nbytes, values)
-        except TooLong:  # an answer of its kind
-            self.breaker.succeeded()
-            return None
-        if replies is None:
+        replies = await self._try(commands, nbytes, values)
+        if isinstance(replies, str):
+            self.failures[replies] += 1
+        if isinstance(replies, str) and replies != "too_long":
             self.breaker.failed()
         else:
             self.breaker.succeeded()
-        return replies
+        return None if isinstance(replies, str) else replies
 
     async def close(self) -> None:
         await self.breaker.close()
@@ -136,19 +135,19 @@ class Link:
 
     async def _answers(self) -> bool:
         """A refusal is an answer: what the user may not do does not hang. `PING` is what most users may not."""
-        return await self._try([("GET", self._sentinel)], 0, None) is not None
+        return not isinstance(await self._try([("GET", self._sentinel)], 0, None), str)
 
-    async def _try(self, commands: Sequence[Command], nbytes: int, values: Values | None) -> list[Reply] | None:
+    async def _try(self, commands: Sequence[Command], nbytes: int, values: Values | None) -> list[Reply] | str:
+        """The replies, or which of `FAILURES` it was."""
         try:
             async with asyncio.timeout(self._timeout + nbytes / self._rate), self._turns:
                 return await self._exchange(commands, values)
-        except TooLong:
-            raise
         except TimeoutError:
-            self.failures["timeout"] += 1
+            return "timeout"
+        except TooLong:
+            return "too_long"
         except (RedisError, OSError, Nonsense):
-            self.failures["connection"] += 1
-        return None
+            return "connection"
 
     async def _exchange(self, commands: Sequence[Command], values: Values | None) -> list[Reply]:
         exchange = await self._connected()

@@ -9,14 +9,16 @@ followed by CR LF. It knows no socket.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
-from chiasm.cache.manifest import CHUNK_BYTES
-
 _LINE_BYTES = 32
 """Of a line that tells a count or a length, at most."""
+
+_LINE = re.compile(rb"(\*[0-9]+|\$[0-9]+|\$-1)?\r\n")
 
 
 class Nonsense(Exception):
@@ -28,23 +30,23 @@ class TooLong(Nonsense):
 
 
 class Values:
-    """Room for values, one behind the other, all but the last of `CHUNK_BYTES`.
+    """Room for values, one behind the other.
 
     Args:
-        most: bytes of each value at most.
+        most: bytes of each value at most, and those by which the next begins behind it.
 
     Attributes:
         lengths: of the values as they came; -1 for one that is not there.
-        room: their bytes, each where it begins if all before it have their full length.
+        room: their bytes.
     """
 
     def __init__(self, most: Sequence[int]) -> None:
-        assert all(length == CHUNK_BYTES for length in most[:-1])
         self.room = np.empty(sum(most), np.uint8).data
         self.lengths: list[int] = []
         self._most = most
+        self._starts = list(accumulate(most, initial=0))
         self._line = bytearray()
-        self._begun = False
+        self._next = b"*"  # how the next line begins: a count, a length, or the end of a value
         self._start = self._left = 0  # where the next byte of a value goes, and how many are still to come
 
     @property
@@ -68,9 +70,8 @@ class Values:
 
         Raises TooLong, Nonsense.
         """
-        if not self._begun and data[:1].tobytes() != b"*":
+        if self._next == b"*" and not self._line and data[:1].tobytes() != b"*":
             return data
-        self._begun = True
         while data:
             if self._left:
                 taken = min(self._left, len(data))
@@ -91,23 +92,20 @@ class Values:
 
     def _told(self, line: bytes) -> bool:
         """Reads one line. Returns whether the reply ends with it."""
-        try:
-            kind, number = line[:1], int(line[1:]) if line != b"\r\n" else 0
-        except ValueError:
-            raise Nonsense("a line that is no length") from None
+        kind, number = line[:1], line[1:-2]
+        if kind != self._next or not _LINE.fullmatch(line):
+            raise Nonsense("a line that is no length")
         if kind == b"*":
-            if number != len(self._most) or self.lengths:
-                raise Nonsense(f"{number} values, asked for {len(self._most)}")
+            if int(number) != len(self._most):
+                raise Nonsense(f"{number!r} values, asked for {len(self._most)}")
+            self._next = b"$"
         elif kind == b"$":
             index = len(self.lengths)
-            if index == len(self._most) or number < -1:
-                raise Nonsense("a value too many")
-            self.lengths.append(number)
-            if number > self._most[index]:
-                raise TooLong(f"{number} bytes, room for {self._most[index]}")
-            self._start, self._left = index * CHUNK_BYTES, max(number, 0)
-        elif line != b"\r\n":
-            raise Nonsense("a line that is no length")
-        # The last value ends with an empty line, unless it is not there.
-        done = len(self.lengths) == len(self._most)
-        return done and (line == b"\r\n" or (kind == b"$" and self.lengths[-1] == -1))
+            self.lengths.append(int(number))
+            if self.too_long:
+                raise TooLong(f"{self.lengths[-1]} bytes, room for {self._most[index]}")
+            self._start, self._left = self._starts[index], max(self.lengths[-1], 0)
+            self._next = b"$" if self.lengths[-1] == -1 else b"\r"
+        else:
+            self._next = b"$"
+        return self._next == b"$" and len(self.lengths) == len(self._most)
