@@ -121,6 +121,8 @@ def link_to(server: RedisServer | str, *, timeout: float = 5.0, rate: float = 50
     return Link(Server(url), sentinel=sentinel("chiasm"), timeout=timeout, rate=rate, pause=pause)
 
 
-def store_at(server: RedisServer | str, *, timeout: float = 5.0, rate: float = 50e6, **options: object) -> RedisStore:
+def store_at(
+    server: RedisServer | str, *, timeout: float = 5.0, rate: float = 50e6, pause: float = 0.02, **options: object
+) -> RedisStore:
     """A store at a server, or a URL."""
-    return RedisStore(link_to(server, timeout=timeout, rate=rate), **options)  # type: ignore[arg-type]
+    return RedisStore(link_to(server, timeout=timeout, rate=rate, pause=pause), **options)  # type: ignore[arg-type]

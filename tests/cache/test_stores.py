@@ -1,9 +1,10 @@
-"""What every store does, over the store in memory and the arena: a budget, the least recently used first, pins that end
-by themselves."""
+"""What every store does, over the store in memory, the arena, and the arena in front of a shared store that is gone: a
+budget, the least recently used first, pins that end by themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from chiasm.cache.arena import ArenaStore
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import Elsewhere, InArena, InMemory
 from chiasm.cache.store import EntryStore, Lease
+from chiasm.cache.tiers import TieredStore
 from chiasm.errors import Overloaded
 from chiasm.rpc.v1 import common_pb2 as pb
 from tests.cache.arenas import KIB, entry, key, same, small_region
 from tests.cache.test_entry import contract
+from tests.redis_server import store_at
 
 
 class Clock:
@@ -34,15 +37,29 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory", "arena"])
-def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[EntryStore]:
+@contextmanager
+def made(kind: str, clock: Clock, folder: Path) -> Iterator[EntryStore]:
     """A store of 300 KiB."""
-    if request.param == "memory":
+    if kind == "memory":
         yield MemoryStore(300 * KIB, clock=clock)
         return
-    region = small_region(tmp_path / "arena", 300 * KIB)
-    yield ArenaStore(region, clock=clock)
-    region.close()
+    with closing(small_region(folder / "arena", 300 * KIB)) as region:
+        near = ArenaStore(region, clock=clock)
+        yield near if kind == "arena" else TieredStore(near, store_at("unix:///nowhere/socket", pause=3600.0))
+
+
+@pytest.fixture(params=["memory", "arena", "tiers"])
+def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[EntryStore]:
+    """One of each kind."""
+    with made(request.param, clock, tmp_path) as store:
+        yield store
+
+
+@pytest.fixture(params=["memory", "arena"])
+def one_place(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[EntryStore]:
+    """One in which an entry lies where it was put or nowhere."""
+    with made(request.param, clock, tmp_path) as store:
+        yield store
 
 
 async def held(store: EntryStore, names: str) -> str:
@@ -59,7 +76,8 @@ async def test_what_was_put_is_got_and_what_was_not_is_none(store: EntryStore) -
     assert (stats.puts, stats.hits, stats.misses, stats.entries, stats.bytes) == (1, 1, 1, 1, 100 * KIB)
 
 
-async def test_an_entry_is_got_where_it_was_put_and_nowhere_else(store: EntryStore) -> None:
+async def test_an_entry_is_got_where_it_was_put_and_nowhere_else(one_place: EntryStore) -> None:
+    store = one_place
     put = entry(100 * KIB, 7)
     place = await store.put(put, key("a"))
     await store.put(entry(100 * KIB, 8), key("b"))
@@ -81,7 +99,8 @@ async def test_a_place_is_the_same_after_the_wire(store: EntryStore) -> None:
     assert same(await store.get(key("a"), wire.place_of(told)), put)
 
 
-async def test_a_place_of_a_kind_that_is_not_known_is_a_miss(store: EntryStore) -> None:
+async def test_a_place_of_a_kind_that_is_not_known_is_a_miss(one_place: EntryStore) -> None:
+    store = one_place
     await store.put(entry(100 * KIB), key("a"))
     told = wire.announce(contract(), InMemory())
     told.redis.write_id = bytes(16)
@@ -260,7 +279,8 @@ async def test_what_is_wrong_is_discarded_even_if_pinned(store: EntryStore) -> N
     assert store.stats().entries == 1
 
 
-async def test_a_flush_forgets_all_that_is_not_pinned(store: EntryStore, clock: Clock) -> None:
+async def test_a_flush_forgets_all_that_is_not_pinned(one_place: EntryStore, clock: Clock) -> None:
+    store = one_place
     for name, lease in (("a", None), ("b", Lease.of(5.0)), ("c", None)):
         await store.put(entry(100 * KIB), key(name), lease=lease)
     await store.flush()

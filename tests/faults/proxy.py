@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 class Proxy:
@@ -21,7 +22,7 @@ class Proxy:
     def __init__(self, path: Path, server: Path) -> None:
         self.path = path
         self._server = server
-        self._pipes: set[asyncio.Task[None]] = set()
+        self._serving: set[asyncio.Task[Any]] = set()
         self.delay = 0.0
         self.rate: float | None = None
         self.broken = False
@@ -32,19 +33,23 @@ class Proxy:
         return f"unix://{self.path}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, until either side ends it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         behind, to_behind = await asyncio.open_unix_connection(self._server)
         pipes = [
             asyncio.create_task(self._pipe(reader, to_behind, back=False)),
             asyncio.create_task(self._pipe(behind, writer, back=True)),
         ]
-        self._pipes.update(pipes)
-        await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
         for pipe in pipes:
             pipe.cancel()
         await asyncio.gather(*pipes, return_exceptions=True)
-        self._pipes.difference_update(pipes)
         for end in (writer, to_behind):
-            end.close()
+            end.transport.abort()
+        self._serving.discard(task)
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, back: bool) -> None:
         with suppress(ConnectionError):
@@ -57,13 +62,14 @@ class Proxy:
     def turn_to(self, server: Path) -> None:
         """Ends every connection. New ones are to another server."""
         self._server = server
-        for pipe in self._pipes:
-            pipe.cancel()
+        for task in self._serving:
+            task.cancel()
 
     async def end(self) -> None:
-        for pipe in self._pipes:
-            pipe.cancel()
-        await asyncio.gather(*self._pipes, return_exceptions=True)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await asyncio.sleep(0)  # for the transports to say that they are closed
 
 
 @asynccontextmanager

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import redis
 import torch
+import uvloop
 
 from chiasm.cache.arena import ArenaStore
 from chiasm.cache.breaker import State
@@ -34,6 +35,8 @@ from tests.cache.arenas import KIB, at, key, small_region
 from tests.faults.proxy import proxy
 from tests.redis_server import RedisServer, redis_server, store_at
 from tests.waiting import until
+
+Run: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
 
 SECRET = bytes(31) + b"\1"
 TOKENS = 1100
@@ -57,6 +60,10 @@ def right(sealed: Sealed | None, name: str, tokens: int = TOKENS) -> bool:
         return False
     assert sealed.payload == made(name, tokens).payload, "a wrong entry passed"
     return True
+
+
+on_every_loop = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+"""For what depends on when a transport tells what: the services run on uvloop, the tests on asyncio's own loop."""
 
 
 @pytest.fixture
@@ -123,24 +130,29 @@ async def test_killed_during_a_put_nothing_is_there_and_nothing_fails(server: Re
         assert await far.get(key("a")) is None
 
 
-async def test_killed_while_it_takes_values_in_it_is_a_refusal(server: RedisServer) -> None:
+@on_every_loop
+def test_killed_while_it_takes_values_in_it_is_a_refusal(run: Run, server: RedisServer) -> None:
     """At any moment of a put: the server ends when it has had a part of the bytes."""
-    async with store(server) as far:
-        place = await kept(far, "a")
-        for _ in range(3):
-            server.freeze()
-            putting = asyncio.create_task(far.put(made("b", 9 * TOKENS), key("b")))
-            await asyncio.sleep(0)
-            for _ in range(20):
-                await asyncio.sleep(0.001)
-            assert not putting.done(), "a socket takes not all of it"
-            server.kill()
-            assert isinstance(await putting, Elsewhere)
-            server.start()
-            await closed_again(far)
-            assert await far.get(key("a"), place) is None, "it is empty"
+
+    async def scenario() -> None:
+        async with store(server) as far:
             place = await kept(far, "a")
-        assert far.link.failures["connection"] == 3
+            for _ in range(3):
+                server.freeze()
+                putting = asyncio.create_task(far.put(made("b", 9 * TOKENS), key("b")))
+                await asyncio.sleep(0)
+                for _ in range(20):
+                    await asyncio.sleep(0.001)
+                assert not putting.done(), "a socket takes not all of it"
+                server.kill()
+                assert isinstance(await putting, Elsewhere)
+                server.start()
+                await closed_again(far)
+                assert await far.get(key("a"), place) is None, "it is empty"
+                place = await kept(far, "a")
+            assert far.link.failures["connection"] == 3
+
+    run(scenario())
 
 
 async def test_killed_during_a_get_it_is_a_miss(server: RedisServer) -> None:
@@ -407,53 +419,58 @@ async def test_an_entry_forged_without_the_secret_is_refused(server: RedisServer
 # -- cancelled ---------------------------------------------------------------------------------------------------------
 
 
-async def test_calls_cancelled_anywhere_give_nobody_anothers_value(
-    server: RedisServer, request: pytest.FixtureRequest
+@on_every_loop
+def test_calls_cancelled_anywhere_give_nobody_anothers_value(
+    run: Run, server: RedisServer, request: pytest.FixtureRequest
 ) -> None:
     """The count is that of `--cancels`."""
-    names = [f"entry {index}" for index in range(6)]
-    random_ = random.Random(1)
-    async with store(server) as far:
-        places = {name: await kept(far, name, 40 + 300 * index) for index, name in enumerate(names)}
-        tokens = {name: 40 + 300 * index for index, name in enumerate(names)}
-        cancelled = answered = 0
 
-        async def one() -> None:
-            nonlocal cancelled, answered
-            name = random_.choice(names)
-            kind = random_.randrange(4)
-            calls: list[Callable[[], Any]] = [
-                lambda: far.get(key(name), places[name]),
-                lambda: far.get(key(name)),
-                lambda: far.pin(key(name), Lease.of(1.0)),
-                lambda: far.put(made(name, tokens[name]), key(name)),
-            ]
-            task = asyncio.ensure_future(calls[kind]())
-            for _ in range(random_.randrange(12)):
-                await asyncio.sleep(0)
-            if random_.random() < 0.3:
-                await asyncio.sleep(random_.random() * 0.003)
-            cancelled += task.cancel()
-            try:
-                found = await task
-            except asyncio.CancelledError:
-                return
-            answered += 1
-            if kind < 2:
-                assert right(found, name, tokens[name]), "another's, or none"
-            elif kind == 2:
-                assert found.header == made(name, tokens[name]).header
+    async def scenario() -> None:
+        names = [f"entry {index}" for index in range(6)]
+        random_ = random.Random(1)
+        async with store(server) as far:
+            places = {name: await kept(far, name, 40 + 300 * index) for index, name in enumerate(names)}
+            tokens = {name: 40 + 300 * index for index, name in enumerate(names)}
+            cancelled = answered = 0
 
-        async def many(count: int) -> None:
-            for _ in range(count):
-                await one()
+            async def one() -> None:
+                nonlocal cancelled, answered
+                name = random_.choice(names)
+                kind = random_.randrange(4)
+                calls: list[Callable[[], Any]] = [
+                    lambda: far.get(key(name), places[name]),
+                    lambda: far.get(key(name)),
+                    lambda: far.pin(key(name), Lease.of(1.0)),
+                    lambda: far.put(made(name, tokens[name]), key(name)),
+                ]
+                task = asyncio.ensure_future(calls[kind]())
+                for _ in range(random_.randrange(12)):
+                    await asyncio.sleep(0)
+                if random_.random() < 0.3:
+                    await asyncio.sleep(random_.random() * 0.003)
+                cancelled += task.cancel()
+                try:
+                    found = await task
+                except asyncio.CancelledError:
+                    return
+                answered += 1
+                if kind < 2:
+                    assert right(found, name, tokens[name]), "another's, or none"
+                elif kind == 2:
+                    assert found.header == made(name, tokens[name]).header
 
-        total: int = request.config.getoption("--cancels")
-        await asyncio.gather(*(many(total // 10) for _ in range(10)))
-        assert cancelled > total // 3 and answered > 0
-        assert far.link.breaker.closed and far.link.failures.total() == 0
-        for name in names:
-            assert right(await far.get(key(name)), name, tokens[name])
+            async def many(count: int) -> None:
+                for _ in range(count):
+                    await one()
+
+            total: int = request.config.getoption("--cancels")
+            await asyncio.gather(*(many(total // 10) for _ in range(10)))
+            assert cancelled > total // 3 and answered > 0
+            assert far.link.breaker.closed and far.link.failures.total() == 0
+            for name in names:
+                assert right(await far.get(key(name)), name, tokens[name])
+
+    run(scenario())
 
 
 # -- two nodes ---------------------------------------------------------------------------------------------------------
@@ -477,58 +494,63 @@ async def test_a_decoder_reads_what_an_encoder_of_another_node_put(server: Redis
         assert await decoder.get(key("a"), place) is None
 
 
-async def test_whatever_happens_to_the_server_two_nodes_never_read_a_wrong_entry(
-    server: RedisServer, tmp_path: Path
+@on_every_loop
+def test_whatever_happens_to_the_server_two_nodes_never_read_a_wrong_entry(
+    run: Run, server: RedisServer, tmp_path: Path
 ) -> None:
     """Puts and reads at two nodes while the server is killed, frozen, flushed and lied to."""
-    names: list[str] = list("abcdefgh")
-    random_ = random.Random(2)
 
-    def lie() -> None:
-        for name in server.names("chiasm:value:*"):
-            server.admin.setrange(name, random_.randrange(1000), os.urandom(8))
+    async def scenario() -> None:
+        names: list[str] = list("abcdefgh")
+        random_ = random.Random(2)
 
-    async def harm() -> None:
-        for act in (lie, server.admin.flushall, "kill", lie, "freeze", lie, "kill"):
-            await asyncio.sleep(0.1)
-            if act == "kill":
-                await asyncio.to_thread(server.kill)
+        def lie() -> None:
+            for name in server.names("chiasm:value:*"):
+                server.admin.setrange(name, random_.randrange(1000), os.urandom(8))
+
+        async def harm() -> None:
+            for act in (lie, server.admin.flushall, "kill", lie, "freeze", lie, "kill"):
                 await asyncio.sleep(0.1)
-                await asyncio.to_thread(server.start)
-            elif act == "freeze":
-                server.freeze()
-                await asyncio.sleep(0.3)
-                server.thaw()
-            else:
-                assert callable(act)
-                await asyncio.to_thread(act)
+                if act == "kill":
+                    await asyncio.to_thread(server.kill)
+                    await asyncio.sleep(0.1)
+                    await asyncio.to_thread(server.start)
+                elif act == "freeze":
+                    server.freeze()
+                    await asyncio.sleep(0.3)
+                    server.thaw()
+                else:
+                    assert callable(act)
+                    await asyncio.to_thread(act)
 
-    async with (
-        store(server, timeout=0.2) as one,
-        store(server, timeout=0.2) as other,
-        node(tmp_path / "one", one, 4 << 20) as encoder,
-        node(tmp_path / "other", other, 4 << 20) as decoder,
-    ):
-        found = missed = 0
+        async with (
+            store(server, timeout=0.2) as one,
+            store(server, timeout=0.2) as other,
+            node(tmp_path / "one", one, 4 << 20) as encoder,
+            node(tmp_path / "other", other, 4 << 20) as decoder,
+        ):
+            found = missed = 0
 
-        async def ask(name: str) -> None:
-            nonlocal found, missed
-            place = await encoder.put(made(name), key(name), shared=True)
-            sealed = await decoder.get(key(name), place)
-            if right(sealed, name):
-                found += 1
-                return
-            missed += 1
-            await decoder.discard(key(name))
+            async def ask(name: str) -> None:
+                nonlocal found, missed
+                place = await encoder.put(made(name), key(name), shared=True)
+                sealed = await decoder.get(key(name), place)
+                if right(sealed, name):
+                    found += 1
+                    return
+                missed += 1
+                await decoder.discard(key(name))
 
-        harming = asyncio.create_task(harm())
-        while not harming.done():
-            await ask(random_.choice(names))
-            await asyncio.sleep(0)
-        await harming
-        assert found and missed
-        await until(lambda: one.link.breaker.closed and other.link.breaker.closed)
-        for name in names:
-            await decoder.discard(key(name))
-            place = await encoder.put(made(name), key(name), shared=True)
-            assert right(await decoder.get(key(name), place), name)
+            harming = asyncio.create_task(harm())
+            while not harming.done():
+                await ask(random_.choice(names))
+                await asyncio.sleep(0)
+            await harming
+            assert found and missed
+            await until(lambda: one.link.breaker.closed and other.link.breaker.closed)
+            for name in names:
+                await decoder.discard(key(name))
+                place = await encoder.put(made(name), key(name), shared=True)
+                assert right(await decoder.get(key(name), place), name)
+
+    run(scenario())
