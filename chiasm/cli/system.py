@@ -13,9 +13,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from chiasm.cache.region import Region
 from chiasm.cli import health, run_folder
@@ -58,7 +57,7 @@ class Options:
     encoders: int = 1
     decoders: int = 1
     insecure: bool = False
-    redis: Mapping[str, str] = MappingProxyType({})
+    redis: Mapping[str, str] = field(default_factory=dict)
     parent: Path = run_folder.IN
 
 

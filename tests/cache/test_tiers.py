@@ -12,7 +12,6 @@ import pytest
 from chiasm.cache.behind import Behind
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import Elsewhere, InArena, InMemory, InRedis
-from chiasm.cache.redis import RedisStore
 from chiasm.cache.store import Lease
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.errors import Overloaded

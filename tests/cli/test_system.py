@@ -40,6 +40,16 @@ def test_workers_listen_in_the_folder_and_the_router_where_it_was_said(tmp_path:
         assert not any(secret in word for role in (router, *workers) for word in role.words for secret in secrets)
 
 
+def test_what_is_said_of_the_shared_store_is_handed_to_workers_and_to_nobody_else(tmp_path: Path) -> None:
+    said = {"--redis": "rediss://user@host:1", "--redis-password-file": "/run/secrets/redis"}
+    with RunFolder(tmp_path) as folder:
+        router, workers = roles(Options(folder=tmp_path, name="m", redis=said), folder)
+        for role in workers:
+            for flag, value in said.items():
+                assert role.words[role.words.index(flag) + 1] == value
+        assert "--redis" not in router.words
+
+
 def test_only_the_router_may_be_reached_and_only_when_one_insists(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         open_, workers = roles(Options(folder=tmp_path, name="m", insecure=True), folder)

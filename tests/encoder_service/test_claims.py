@@ -93,7 +93,7 @@ async def test_of_one_process_one_claims_for_all_and_one_that_leaves_is_replaced
 
 
 async def test_a_node_that_shares_nothing_never_waits(tmp_path: Path) -> None:
-    region = small_region(tmp_path / "arena", 1 << 16)
+    region = small_region(tmp_path / "arena", 1 << 20)
     store = ArenaStore(region)
     claims = Claims(store)
     for _ in range(3):
