@@ -70,7 +70,7 @@ class Exchange(asyncio.BufferedProtocol):
 
         Raises TooLong, Nonsense, and ConnectionError if the connection is lost.
         """
-        if not self.alive:
+        if not self.alive or self._transport.is_closing():
             raise ConnectionError("lost")
         self._asked, self._read, self._values, self._replies = len(commands), 0, values, []
         self._done = asyncio.get_running_loop().create_future()

@@ -6,12 +6,13 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from chiasm.cache.link import Link, Server, store_id
 from chiasm.cache.manifest import CHUNK_BYTES
@@ -300,28 +301,37 @@ class Certificates:
 
 @pytest.mark.skipif(SYSTEM is None, reason="needs a redis-server with TLS on the path")
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-async def test_over_tls_both_sides_show_who_they_are(tmp_path: Path) -> None:
-    made = Certificates(tmp_path)
-    with redis_server(
-        "--tls-port", "0", "--tls-cert-file", str(made["server.pem"]), "--tls-key-file", str(made["server.key"]),
-        "--tls-ca-cert-file", str(made["ca.pem"]), "--tls-auth-clients", "yes", binary=SYSTEM,
-    ) as server:  # fmt: skip
-        port = server.take_tls_port()
-        url = f"rediss://127.0.0.1:{port}"
-        whole = Server(url, None, made["ca.pem"], made["client.pem"], made["client.key"])
-        strangers = (Server(url, None, made["ca.pem"]), Server(url, None, None, made["client.pem"], made["client.key"]))
-        put = large(1)
-        link = Link(whole, sentinel=sentinel("chiasm"), timeout=10.0)
-        trusted = RedisStore(link)
-        place = await kept(trusted, put, key("a"))
-        assert same(await trusted.get(key("a"), place), put)
-        assert same(await trusted.get(key("a")), put)
-        await trusted.close()
-        for stranger in strangers:
-            link = Link(stranger, sentinel=sentinel("chiasm"), timeout=10.0)
-            assert await RedisStore(link).get(key("a"), place) is None
-            assert link.failures["connection"] == 1
-            await link.close()
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_over_tls_both_sides_show_who_they_are(
+    run: Callable[[Coroutine[Any, Any, None]], None], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        made = Certificates(tmp_path)
+        with redis_server(
+            "--tls-port", "0", "--tls-cert-file", str(made["server.pem"]), "--tls-key-file", str(made["server.key"]),
+            "--tls-ca-cert-file", str(made["ca.pem"]), "--tls-auth-clients", "yes", binary=SYSTEM,
+        ) as server:  # fmt: skip
+            port = server.take_tls_port()
+            url = f"rediss://127.0.0.1:{port}"
+            whole = Server(url, None, made["ca.pem"], made["client.pem"], made["client.key"])
+            strangers = (
+                Server(url, None, made["ca.pem"]),
+                Server(url, None, None, made["client.pem"], made["client.key"]),
+            )
+            put = large(1)
+            link = Link(whole, sentinel=sentinel("chiasm"), timeout=10.0)
+            trusted = RedisStore(link)
+            place = await kept(trusted, put, key("a"))
+            assert same(await trusted.get(key("a"), place), put)
+            assert same(await trusted.get(key("a")), put)
+            await trusted.close()
+            for stranger in strangers:
+                link = Link(stranger, sentinel=sentinel("chiasm"), timeout=10.0)
+                assert await RedisStore(link).get(key("a"), place) is None
+                assert link.failures["connection"] == 1
+                await link.close()
+
+    run(scenario())
 
 
 def test_a_store_is_named_by_where_it_is_and_not_by_who_asks() -> None:
