@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._alternate import alternate
+from chiasm.allocation import keep_freed
 from chiasm.cache.arena import ArenaStore
 from chiasm.cache.columns import Array
 from chiasm.cache.entry import Contract, open_entry, seal
@@ -36,7 +37,6 @@ from chiasm.cache.form import Form
 from chiasm.cache.region import Region
 from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import Lease
-from chiasm.allocation import keep_freed
 
 SHAPE = (12, 2, 8, 145, 128)
 COUNTS = (1, 8, 64)

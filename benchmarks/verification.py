@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.publish_attach import SECRET, contract, store
+from chiasm.allocation import keep_freed
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.cache.entry import open_entry, seal
 from chiasm.models.moss_vl import FAMILY
 from chiasm.models.moss_vl.config import read_config
-from chiasm.allocation import keep_freed
 from tests import checkpoints_tiny
 
 GRID = (18, 32)

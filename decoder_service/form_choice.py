@@ -8,21 +8,21 @@ from functools import partial
 import torch
 
 from chiasm.cache.form import Form, form_named
-from chiasm.cache.store import EntryStore
 from chiasm.errors import Overloaded
 from chiasm.models import shipping
+from chiasm.models.loading import Crossing
 from chiasm.models.registry import Model
 
 _log = logging.getLogger(__name__)
 
 
 async def form_for(
-    wanted: str, model: Model, *, store: EntryStore, secret: bytes, device: torch.device, dtype: torch.dtype
+    wanted: str, model: Model, kept: Crossing, *, secret: bytes, device: torch.device, dtype: torch.dtype
 ) -> Form:
     """The form of that label; for `auto` the one that the workers of this store have agreed on, or agree on now.
 
     Args:
-        store: the one that entries come from: of one with tiers the far one, where entries are to cross nodes.
+        kept: where entries come from.
         dtype: in which the model is computed.
     """
     if wanted != "auto":
@@ -35,9 +35,9 @@ async def form_for(
     elif shipping.break_even(shape, dtype, 1.0) <= 0:
         _tell(Form.CROSS_KV, "states are not smaller")
     else:
-        measure = partial(shipping.measured, store, shape, device=device, dtype=dtype)
+        measure = partial(shipping.measured, kept.link, shape, device=device, dtype=dtype)
         try:
-            choice = await shipping.agree(store, secret, shape, dtype, measure)
+            choice = await shipping.agree(kept.store, secret, shape, dtype, measure)
         except Overloaded:
             _tell(Form.CROSS_KV, "the store has no room to measure")
         else:

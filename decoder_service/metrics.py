@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from chiasm.cache.metrics import tiers
 from chiasm.rpc.metrics import Collecting, Families
 from decoder_service.servicer import DecoderServicer
 
@@ -38,5 +39,6 @@ def collector(servicer: DecoderServicer) -> Collecting:
         yield families.counter("generation_tokens", "Tokens drawn.", servicer.generation_tokens)
         finished = {**dict.fromkeys(_REASONS, 0), **servicer.finished}
         yield families.counters("request_success", "Answers that ended, by reason.", "finished_reason", finished)
+        yield from tiers(families, servicer.model.store)
 
     return Collecting(collect)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 
 import torch
 
 from chiasm.allocation import keep_freed
-from chiasm.cache.arena import ArenaStore
 from chiasm.cache.form import Form
-from chiasm.models.loading import followed, place, region
+from chiasm.models.loading import crossing, followed, place
 from chiasm.models.registry import Model, open_model
 from chiasm.rpc.process import Process
 from chiasm.rpc.replica import replica
@@ -31,19 +30,18 @@ from decoder_service.settings import DecoderSettings
 async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[None]:
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
-    with closing(await asyncio.to_thread(region, settings)) as shared:
+    async with crossing(settings) as kept:
         device, given = place(settings.device, settings.dtype)
         model = await asyncio.to_thread(open_model, settings.model)
         model.name = settings.name or model.name
         dtype = given or model.checkpoint.dtype
-        store = ArenaStore(shared, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
-        form = await form_for(settings.forms, model, store=store, secret=secret, device=device, dtype=dtype)
+        form = await form_for(settings.forms, model, kept, secret=secret, device=device, dtype=dtype)
         engine, fingerprint = await asyncio.to_thread(_load, settings, process, model, device, dtype, form)
         decoder = DecoderModel(
             engine,
             model.prompt(),
             fingerprint=fingerprint,
-            store=store,
+            store=kept.store,
             workers_secret=secret,
             max_rows=settings.max_rows,
             max_units=settings.max_units,
@@ -55,7 +53,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
                 decoder,
                 name=model.name,
                 family=model.family.name,
-                me=replica(device=settings.device, arena_id=shared.arena_id),
+                me=replica(device=settings.device, arena_id=kept.arena_id, shared_store_id=kept.shared_store_id),
                 turns=Turns(max_waiting=settings.max_waiting),
                 draining=lambda: process.draining,
             )

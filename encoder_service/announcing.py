@@ -42,6 +42,7 @@ class Announcing:
         form: of the entries; by default the engine's.
         afresh: encodes whatever the store holds.
         share: of the call; by default one of its own.
+        shared: the reader is on another node.
 
     Attributes:
         cached: units told so far that were in the store already.
@@ -58,6 +59,7 @@ class Announcing:
         form: Form | None = None,
         afresh: bool = False,
         share: Share | None = None,
+        shared: bool = False,
     ) -> None:
         self._engine = engine
         self._plan = plan
@@ -66,6 +68,7 @@ class Announcing:
         self._form = engine.forms[0] if form is None else form
         self._afresh = afresh
         self._share = share or engine.share(root)
+        self._shared = shared
         self._raw = 0
         self._resized = asyncio.Event()
         self._flying: deque[_Flying] = deque()
@@ -107,7 +110,9 @@ class Announcing:
             del frame
             self._raw -= 1
             self._resized.set()
-        return await self._engine.announce_unit(unit, lease=lease, afresh=self._afresh, share=self._share)
+        return await self._engine.announce_unit(
+            unit, lease=lease, afresh=self._afresh, share=self._share, shared=self._shared
+        )
 
     async def end(self, error: Exception | None = None) -> None:
         """Nothing more is started, because all was or because of an error, which `ready` then raises."""
@@ -139,7 +144,8 @@ class Announcing:
     async def find(self, number: int, key: EntryKey) -> epb.EncodeReady | None:
         """Tells unit `number`, whose entry has that key, if it is in the store."""
         lease = Lease.of(self._seconds)
-        announced = await self._engine.known(self._engine.contract(key, self._plan.grid, self._form), lease)
+        contract = self._engine.contract(key, self._plan.grid, self._form)
+        announced = await self._engine.known(contract, lease, shared=self._shared)
         return None if announced is None else self._tell(number, announced, lease)
 
     def _tell(self, number: int, announced: Announced, lease: Lease) -> epb.EncodeReady:

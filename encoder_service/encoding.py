@@ -37,6 +37,7 @@ class Encoding:
     Args:
         lease: seconds that an entry stays pinned where the call does not say.
         form: of its entries.
+        shared: whoever reads them is on another node.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Encoding:
         *,
         lease: float,
         form: Form,
+        shared: bool = False,
     ) -> None:
         self._engine = engine
         self._memo = memo
@@ -59,6 +61,7 @@ class Encoding:
         self._turn = turn
         self._lease = to_seconds(opened.lease) or lease
         self._form = form
+        self._shared = shared
         listed = opened.media.HasField("frames") and convert.kind_of(opened.media.kind) == "video"
         self._options = convert.sampling_options(opened.sampling, every_frame=listed)
         self._told = opened.HasField("file_digest")  # what its bytes are
@@ -244,7 +247,14 @@ class Encoding:
         root = self._open.tenant_root
         share = self._engine.share(root, key=self._open.fairness_key.encode(), priority=self._open.priority)
         return Announcing(
-            self._engine, plan, root=root, seconds=self._lease, form=self._form, afresh=go.afresh, share=share
+            self._engine,
+            plan,
+            root=root,
+            seconds=self._lease,
+            form=self._form,
+            afresh=go.afresh,
+            share=share,
+            shared=self._shared,
         )
 
     def _sized(

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.family import EncoderHalf, Grid, MediumPlan, Processor, Trunk
 from encoder_service.batcher import Batcher, Share
 from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds
+from encoder_service.claims import Claims
 from encoder_service.device import Device, Entry
 from encoder_service.flights import Flight, Flights, Unit, Waiter
 from encoder_service.publish import Publisher
@@ -104,6 +106,7 @@ class EncoderEngine:
         self.publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid, unit.form))
         self._passes = asyncio.Semaphore(PASSES)
         self._work = asyncio.Event()
+        self._claims = Claims(store)
         self._runner: asyncio.Task[None] | None = None
         self._publishing: set[asyncio.Task[None]] = set()
         self._ending = False
@@ -115,7 +118,7 @@ class EncoderEngine:
 
     @store.setter
     def store(self, store: EntryStore) -> None:
-        self.publisher.store = store
+        self.publisher.store = self._claims.store = store
 
     @property
     def in_flight(self) -> int:
@@ -154,11 +157,12 @@ class EncoderEngine:
         form: Form | None = None,
         afresh: bool = False,
         share: Share | None = None,
+        shared: bool = False,
     ) -> Announced:
         """Makes sure that one frame's entry is in the store, pinned while `lease` lasts: `prepare`, then
         `announce_unit`, and as they do."""
         unit = await self.prepare(frame, plan, root=root, form=form)
-        return await self.announce_unit(unit, lease=lease, afresh=afresh, share=share)
+        return await self.announce_unit(unit, lease=lease, afresh=afresh, share=share, shared=shared)
 
     async def prepare(self, frame: Rgb, plan: MediumPlan, *, root: bytes, form: Form | None = None) -> Unit:
         """A frame resized, and its key.
@@ -177,13 +181,20 @@ class EncoderEngine:
         return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root, form)
 
     async def announce_unit(
-        self, unit: Unit, *, lease: Lease, afresh: bool = False, share: Share | None = None
+        self,
+        unit: Unit,
+        *,
+        lease: Lease,
+        afresh: bool = False,
+        share: Share | None = None,
+        shared: bool = False,
     ) -> Announced:
         """Makes sure that a unit's entry is in the store, pinned while `lease` lasts.
 
         Args:
             afresh: encodes it whatever the store holds, because a reader found that wanting.
             share: of the call that wants it; by default a call of its own.
+            shared: its reader is on another node, as of `EntryStore.put`.
 
         Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
         units in flight are encoded once; a caller that is cancelled leaves the others alone.
@@ -191,18 +202,20 @@ class EncoderEngine:
         contract = self.contract(unit.key, unit.grid, unit.form)
         try:
             if unit.key not in self._flights and not afresh:
-                known = await self.known(contract, lease)
+                look = partial(self.known, contract, lease, shared=shared)
+                known = await look() or await self._claims.wait(unit.key, look)
                 if known is not None:
                     return known
-            return Announced(contract, await self._made(unit, lease, share or self.share(unit.root)), cached=False)
+            waiter = Waiter(lease, share or self.share(unit.root), shared, asyncio.get_running_loop().create_future())
+            return Announced(contract, await self._made(unit, waiter), cached=False)
         except BaseException:
             await self.store.release(unit.key, lease.id)  # the caller will never be told of it
             raise
 
-    async def known(self, contract: Contract, lease: Lease) -> Announced | None:
+    async def known(self, contract: Contract, lease: Lease, *, shared: bool = False) -> Announced | None:
         """An entry that the store has, pinned while `lease` lasts. None, and nothing is pinned, if there is none under
         that key, or another than this engine makes. Here, and nowhere else, the store is asked."""
-        pinned = await self.store.pin(contract.key, lease)
+        pinned = await self.store.pin(contract.key, lease, shared=shared)
         if pinned is None:
             return None
         if Contract.unpack(pinned.header) != contract:
@@ -212,29 +225,33 @@ class EncoderEngine:
         self.counts.cached_units += 1
         return Announced(contract, pinned.place, cached=True)
 
-    async def _made(self, unit: Unit, lease: Lease, share: Share) -> Place:
+    async def _made(self, unit: Unit, waiter: Waiter) -> Place:
         """Waits for a unit's flight, beginning it if there is none. The last one to leave takes it out of the queue."""
         if self._ending:
             raise _ending()
         flight = self._flights.get(unit.key)  # another caller may have come while the store was asked
         if flight is None:
             flight = self._flights.begin(unit)
-            self._batcher.want(flight, share)
+            self._batcher.want(flight, waiter.share)
             self._go()
         else:
             self.counts.joined_units += 1
             if flight.queued:
-                self._batcher.want(flight, share)
-        waiter = Waiter(lease, share, asyncio.get_running_loop().create_future())
+                self._batcher.want(flight, waiter.share)
         flight.waiters.append(waiter)
         try:
             return await waiter.place
         finally:
             waiter.left = True
             flight.waiters.remove(waiter)
-            if flight.queued and self._batcher.leave(flight, share):
-                self._flights.end(flight)
+            if flight.queued and self._batcher.leave(flight, waiter.share):
+                self._end(flight)
                 self.counts.dropped_units += 1
+
+    def _end(self, flight: Flight) -> None:
+        """Its unit is in the store, or will not be made here."""
+        self._flights.end(flight)
+        self._claims.end(flight.unit.key)
 
     def _go(self) -> None:
         self._work.set()
@@ -293,7 +310,7 @@ class EncoderEngine:
         else:
             self.counts.encoded_units += 1
         finally:
-            self._flights.end(flight)
+            self._end(flight)
             if held:
                 self._batcher.go_on(flight)
             passed(flight)
@@ -309,6 +326,7 @@ class EncoderEngine:
             for waiter in tuple(flight.waiters):
                 waiter.fail(_ending())
             self._flights.end(flight)
+        await self._claims.close()
         for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
             await asyncio.to_thread(end)
 

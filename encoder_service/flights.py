@@ -46,12 +46,14 @@ class Waiter:
     """One who waits for a unit, with a pin of his own and a future of his own: whoever leaves touches nobody.
 
     Attributes:
+        shared: he reads it on another node.
         place: where the entry lies, once it is there and pinned with `lease`.
         left: he waits no more, for whatever reason.
     """
 
     lease: Lease
     share: Share
+    shared: bool
     place: asyncio.Future[Place]
     left: bool = False
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from chiasm.cache.metrics import tiers
 from chiasm.rpc.metrics import Collecting, Families
 from encoder_service.servicer import EncoderServicer
 
@@ -46,5 +47,6 @@ def collector(servicer: EncoderServicer) -> Collecting:
         yield families.gauge("encoder_cache_pinned_bytes", "Bytes of the entries that are pinned.", held.pinned_bytes)
         yield families.gauge("encoder_cache_budget_bytes", "Bytes that the store may hold.", held.budget)
         yield families.counter("encoder_cache_evictions", "Entries that made room for others.", held.evictions)
+        yield from tiers(families, servicer.engine.store)
 
     return Collecting(collect)

@@ -66,7 +66,7 @@ class Publisher:
         await self._put(sealed, flight, stuck)
         while (waiter := flight.unsettled()) is not None:
             try:
-                pinned = await self.store.pin(flight.unit.key, waiter.lease)
+                pinned = await self.store.pin(flight.unit.key, waiter.lease, shared=waiter.shared)
                 if pinned is None:  # whoever it was pinned for has left, and others needed the room
                     await self._put(sealed, flight, stuck)
                 else:
@@ -87,7 +87,13 @@ class Publisher:
             waiter = flight.unsettled()
             lease = None if waiter is None else waiter.lease
             try:
-                place = await self.store.put(sealed, flight.unit.key, lease=lease, owner=owner(flight.unit.root))
+                place = await self.store.put(
+                    sealed,
+                    flight.unit.key,
+                    lease=lease,
+                    owner=owner(flight.unit.root),
+                    shared=waiter is not None and waiter.shared,
+                )
             except Overloaded as error:
                 if not error.retryable or lease is None or time.monotonic() >= began + lease.seconds:
                     raise

@@ -131,7 +131,15 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             try:
                 material = Material.of(opened, inbox, self.sandbox, self.quarantine)
                 encoding = Encoding(
-                    self.engine, self.memo, material, opened, inbox, turn, lease=self.lease, form=self.form_of(opened)
+                    self.engine,
+                    self.memo,
+                    material,
+                    opened,
+                    inbox,
+                    turn,
+                    lease=self.lease,
+                    form=self.form_of(opened),
+                    shared=opened.reader_arena_id not in (b"", self._me.arena_id),
                 )
                 async with aclosing(encoding.run()) as responses:
                     async for response in responses:

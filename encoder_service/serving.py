@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 
 from chiasm.allocation import keep_freed
-from chiasm.cache.arena import ArenaStore
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
 from chiasm.models.family import EncoderHalf, Trunk
-from chiasm.models.loading import followed, place, region
+from chiasm.models.loading import crossing, followed, place
 from chiasm.models.registry import Model, open_model
 from chiasm.rpc.process import Process
 from chiasm.rpc.replica import replica
@@ -29,13 +28,13 @@ from encoder_service.settings import EncoderSettings
 async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[None]:
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
-    with closing(await asyncio.to_thread(region, settings)) as shared:
+    async with crossing(settings) as kept:
         model, half, trunk, fingerprint = await asyncio.to_thread(_load, settings, process)
         engine = EncoderEngine(
             half,
             model.processor,
             fingerprint=fingerprint,
-            store=ArenaStore(shared, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl),
+            store=kept.store,
             workers_secret=secret,
             max_patches=settings.max_patches,
             max_units=settings.max_units,
@@ -52,7 +51,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
                     family=model.family.name,
                     limits=limits,
                     lease=settings.lease_seconds,
-                    me=replica(device=settings.device, arena_id=shared.arena_id),
+                    me=replica(device=settings.device, arena_id=kept.arena_id, shared_store_id=kept.shared_store_id),
                     turns=Turns(max_running=settings.max_running, max_waiting=settings.max_waiting),
                     draining=lambda: process.draining,
                 )

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 from pydantic import Field, SecretStr
 
-from chiasm.settings import RoleSettings, SettingsError, Targets, WorkerSettings, is_private, load, read_secret
+from chiasm.settings import (
+    RoleSettings,
+    SettingsError,
+    Targets,
+    WorkerSettings,
+    is_private,
+    load,
+    read_password,
+    read_secret,
+)
 
 PROGRAM = "python -m encoder_service"
 WORKER = ["--model", "digits", "--arena", "/dev/shm/none", "--workers-secret-file", "secret"]
@@ -178,6 +187,65 @@ def test_a_secret_file_is_its_owners_alone_and_holds_64_hex_digits(tmp_path: Pat
         assert not bad or bad not in caught.value.what
     with pytest.raises(SettingsError, match="No such file"):
         read_secret(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host",
+        "redis://host:6379",
+        "rediss://user@host:6380/0",
+        "redis://[::1]:1/",
+        "unix:///run/redis",
+        "unix://u@/r",
+    ],
+)
+def test_a_shared_store_is_named_by_a_url(url: str) -> None:
+    assert load(WorkerSettings, [*WORKER, "--redis", url], program=PROGRAM).redis == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:hunter2@host", "redis://:hunter2@host:1", "rediss://u:hunt@er2@host:1", "unix://u:hunter2@/r",
+        "host:6379", "http://host", "redis://", "redis://host/1", "redis://host?db=2", "redis://host:port", "unix://",
+        "unix://host/path", "redis://host#a",
+    ],
+)  # fmt: skip
+def test_what_is_no_such_url_or_holds_a_password_is_refused_and_the_password_not_repeated(url: str) -> None:
+    error = refused(WorkerSettings, *WORKER, "--redis", url)
+    assert error.where == "--redis"
+    assert "hunt" not in error.what
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ("--redis-password-file", "f"),
+        ("--redis", "redis://host", "--redis-ca-file", "f"),
+        ("--redis", "rediss://host", "--redis-cert-file", "f"),
+        ("--redis-key-file", "f"),
+        ("--redis", "redis://host", "--redis-namespace", "a*"),
+        ("--redis", "redis://host", "--redis-policy", "never"),
+    ],
+)
+def test_what_does_not_go_together_in_a_shared_store_is_refused(said: tuple[str, ...]) -> None:
+    assert "redis" in refused(WorkerSettings, *WORKER, *said).what
+
+
+def test_a_password_is_a_file_of_its_owner_and_whatever_else_is_refused_without_it(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.touch(0o600)
+    with pytest.raises(SettingsError, match="empty"):
+        read_password(file)
+    file.write_text("hunter2 with spaces\n", encoding="utf-8")
+    assert read_password(file) == "hunter2 with spaces"
+    file.chmod(0o640)
+    with pytest.raises(SettingsError, match="0640") as caught:
+        read_password(file)
+    assert "hunter2" not in caught.value.what
+    with pytest.raises(SettingsError):
+        read_password(tmp_path / "none")
 
 
 def test_the_error_can_be_copied() -> None:

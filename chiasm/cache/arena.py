@@ -106,7 +106,7 @@ class ArenaStore:
         self._counts["puts"] += 1
         return self._place(extent)
 
-    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
         """As `EntryStore.pin`. A miss as well if another process keeps the lock."""
         try:
             async with self._locked():

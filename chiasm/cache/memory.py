@@ -71,7 +71,7 @@ class MemoryStore:
         self._counts["puts"] += 1
         return InMemory()
 
-    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
         kept = self._find(key)
         if kept is None:
             return None

@@ -77,9 +77,9 @@ class EntryStore(Protocol):
         """
         ...
 
-    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
         """Pins an entry while `lease` lasts, beside the pins it has, as the most recently used one. Whatever its size,
-        no payload is touched.
+        no payload is touched, unless it has to be moved for `shared`, which is as of `put`.
 
         Raises Overloaded CACHE_FULL if no more pins can be kept.
         """

@@ -89,6 +89,19 @@ def _size(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no size: write bytes, or a unit as in 512MiB or 4GiB") from None
 
 
+def _redis_url(text: str) -> str:
+    """A URL that holds no password, so that it may be shown and handed on."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from chiasm.settings import RedisUrl
+
+    try:
+        url: str = TypeAdapter(RedisUrl).validate_python(text)
+    except ValidationError as error:
+        raise typer.BadParameter(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    return url
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -170,6 +183,27 @@ def serve(
     ] = None,
     encoders: Annotated[int, typer.Option(min=1, help="How many encoder processes.")] = 1,
     decoders: Annotated[int, typer.Option(min=1, help="How many decoder processes.")] = 1,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            parser=_redis_url,
+            envvar="CHIASM_REDIS",
+            metavar="URL",
+            help="A Redis that nodes share: redis://USER@HOST:PORT, rediss://… for TLS, or unix:///path/to/socket.",
+        ),
+    ] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="CHIASM_REDIS_PASSWORD_FILE", help="Its user's password, in a file of 0600.")
+    ] = None,
+    redis_ca_file: Annotated[
+        Path | None, typer.Option(envvar="CHIASM_REDIS_CA_FILE", help="PEM of who signed its certificate.")
+    ] = None,
+    redis_cert_file: Annotated[
+        Path | None, typer.Option(envvar="CHIASM_REDIS_CERT_FILE", help="PEM of the workers' own certificate.")
+    ] = None,
+    redis_key_file: Annotated[
+        Path | None, typer.Option(envvar="CHIASM_REDIS_KEY_FILE", help="PEM of the key to that.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allows addresses that other machines reach, without keys or TLS.")
     ] = False,
@@ -189,6 +223,13 @@ def serve(
 
     with told(verb.log_failure if json_log else None):
         folder = model_folder(model)
+        shared = {
+            "--redis": redis,
+            "--redis-password-file": redis_password_file and redis_password_file.absolute(),
+            "--redis-ca-file": redis_ca_file and redis_ca_file.absolute(),
+            "--redis-cert-file": redis_cert_file and redis_cert_file.absolute(),
+            "--redis-key-file": redis_key_file and redis_key_file.absolute(),
+        }
         options = Options(
             folder=folder.absolute(),
             name=name_of(model, folder),
@@ -203,6 +244,7 @@ def serve(
             encoders=encoders,
             decoders=decoders,
             insecure=insecure,
+            redis={flag: str(value) for flag, value in shared.items() if value is not None},
         )
         verb.run(options, console(), json_log=json_log)
 

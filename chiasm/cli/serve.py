@@ -87,3 +87,5 @@ def banner(options: Options, console: Console) -> None:
     console.print(line("device", f"{where}, {platform.machine()}, {cores()} cores, {each} for each worker"))
     console.print(line("address", f"{options.listen}, metrics {options.http or 'off (--http 127.0.0.1:9090)'}"))
     console.print(line("cache", f"{size(arena_bytes(options))} of shared memory in {options.parent}"))
+    if "--redis" in options.redis:
+        console.print(line("shared", options.redis["--redis"]))

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from chiasm.cache.region import Region
@@ -46,6 +46,7 @@ class Options:
         cache_tenant_bytes: what the entries of one tenant may take of the arena; None for all.
         cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         insecure: lets the router listen where other machines reach it.
+        redis: of the store that nodes share: its URL and whatever else workers are told of it, by flag; empty for none.
         parent: a folder in memory, in which that of the run is made.
     """
 
@@ -62,6 +63,7 @@ class Options:
     encoders: int = 1
     decoders: int = 1
     insecure: bool = False
+    redis: Mapping[str, str] = field(default_factory=dict)
     parent: Path = run_folder.IN
 
 
@@ -139,6 +141,7 @@ def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
                 "--device": options.device,
                 **{flag: str(value) for flag, value in asked.items() if value is not None},
                 **(form if kind == "decoder" else {}),
+                **options.redis,
             },
             {"--listen": folder.socket(name), "--http": "none"},
             environment,

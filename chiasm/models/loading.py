@@ -1,19 +1,27 @@
-"""What a worker needs before it can serve, by its settings: its node's region, a device, and how far a loading is.
+"""What a worker needs before it can serve, by its settings: the stores of its entries, a device, and how far a loading
+is.
 
-It knows torch's names, the region and the checkpoint. It knows no log and no wire.
+It knows torch's names, the stores and the checkpoint. It knows no log and no wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from chiasm.cache.arena import ArenaStore
+from chiasm.cache.link import Link, Server, store_id
+from chiasm.cache.redis import RedisStore, sentinel
 from chiasm.cache.region import Region
+from chiasm.cache.store import EntryStore
+from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.models.registry import Model
 from chiasm.models.weights import HalfName
-from chiasm.settings import SettingsError, WorkerSettings
+from chiasm.settings import SettingsError, WorkerSettings, read_password
 
 
 def region(settings: WorkerSettings) -> Region:
@@ -21,6 +29,66 @@ def region(settings: WorkerSettings) -> Region:
     if settings.arena_bytes is None:
         return Region.open(settings.arena)
     return Region.open_or_create(settings.arena, settings.arena_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where a worker's entries are kept.
+
+    Attributes:
+        arena_id: 16 bytes, of the node's region.
+        shared_store_id: 16 bytes, of the store that nodes share; None if there is none.
+        link: the slowest of the stores that an entry may come through.
+    """
+
+    store: EntryStore
+    arena_id: bytes
+    shared_store_id: bytes | None
+    link: EntryStore
+
+
+@asynccontextmanager
+async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
+    """Opens the node's region and, if the settings name one, the store that nodes share, which need not be reached.
+
+    Raises what `Region` raises, and SettingsError for a password or a certificate that cannot be read.
+    """
+    server = None if settings.redis is None else redis_server(settings)
+    with closing(await asyncio.to_thread(region, settings)) as opened:
+        near = ArenaStore(opened, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
+        if server is None:
+            yield Crossing(near, opened.arena_id, None, near)
+            return
+        link = Link(
+            server,
+            sentinel=sentinel(settings.redis_namespace),
+            timeout=settings.redis_timeout,
+            rate=settings.redis_rate,
+        )
+        far = RedisStore(
+            link,
+            namespace=settings.redis_namespace,
+            ttl=settings.redis_ttl,
+            entry_bytes=settings.redis_entry_bytes,
+            owner_bytes=settings.redis_owner_bytes,
+        )
+        policy = WritePolicy(settings.redis_policy)
+        async with aclosing(TieredStore(near, far, policy=policy, behind_bytes=settings.redis_behind_bytes)) as tiers:
+            yield Crossing(tiers, opened.arena_id, store_id(server.url, settings.redis_namespace), far)
+
+
+def redis_server(settings: WorkerSettings) -> Server:
+    """The server of the store that nodes share, which the settings name. Raises SettingsError for a file that cannot be
+    read."""
+    assert settings.redis is not None
+    files = (settings.redis_ca_file, settings.redis_cert_file, settings.redis_key_file)
+    for file in filter(None, files):
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise SettingsError(f"a file for TLS cannot be read: {error.strerror}", str(file), "check it") from None
+    password = None if settings.redis_password_file is None else read_password(settings.redis_password_file)
+    return Server(settings.redis, password, *files)
 
 
 @contextmanager

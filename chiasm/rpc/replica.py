@@ -14,17 +14,19 @@ from chiasm.rpc.v1 import common_pb2 as pb
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def replica(*, device: str, arena_id: bytes | None = None) -> pb.Replica:
+def replica(*, device: str, arena_id: bytes | None = None, shared_store_id: bytes | None = None) -> pb.Replica:
     """This life of this process, under a new id. Made once.
 
     Args:
         device: for people, for example `cuda:0`.
         arena_id: 16 bytes, of the shared-memory region it has mapped.
+        shared_store_id: 16 bytes, of the store that it shares with other nodes.
     """
     return pb.Replica(
         replica_id=secrets.token_bytes(16),
         node_id=node_id(),
         arena_id=arena_id,
+        shared_store_id=shared_store_id,
         version=metadata.version("chiasm"),
         device=device,
     )

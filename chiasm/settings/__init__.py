@@ -7,15 +7,16 @@ mean to torch, gRPC or a store is not known here.
 
 from __future__ import annotations
 
-from chiasm.settings.kinds import Address, HttpAddress, Target, Targets, is_private
+from chiasm.settings.kinds import Address, HttpAddress, RedisUrl, Target, Targets, is_private
 from chiasm.settings.reading import load
 from chiasm.settings.refusal import SettingsError
 from chiasm.settings.roles import RoleSettings, Settings, WorkerSettings
-from chiasm.settings.secret import read_secret
+from chiasm.settings.secret import read_password, read_secret
 
 __all__ = [
     "Address",
     "HttpAddress",
+    "RedisUrl",
     "RoleSettings",
     "Settings",
     "SettingsError",
@@ -24,5 +25,6 @@ __all__ = [
     "WorkerSettings",
     "is_private",
     "load",
+    "read_password",
     "read_secret",
 ]

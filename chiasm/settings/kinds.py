@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from typing import Annotated, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
@@ -34,6 +35,21 @@ def _target(value: str) -> str:
     return value
 
 
+def _redis_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        _ = parts.port
+    except ValueError:
+        raise ValueError("must be redis://HOST:PORT, rediss://HOST:PORT for TLS, or unix:///path/to/socket") from None
+    if parts.password is not None:
+        raise ValueError("may name a user (redis://USER@HOST:PORT) and holds no password: that comes from a file")
+    server = parts.scheme in ("redis", "rediss") and parts.hostname and parts.path in ("", "/", "/0")
+    socket = parts.scheme == "unix" and parts.hostname is None and len(parts.path) > 1
+    if not (server or socket) or parts.query or parts.fragment:
+        raise ValueError("must be redis://HOST:PORT, rediss://HOST:PORT for TLS, or unix:///path/to/socket")
+    return value
+
+
 def _parts(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
@@ -49,6 +65,10 @@ Target: TypeAlias = Annotated[str, AfterValidator(_target)]
 
 Targets: TypeAlias = Annotated[tuple[Target, ...], NoDecode, BeforeValidator(_parts)]
 """Targets parted by commas."""
+
+RedisUrl: TypeAlias = Annotated[str, AfterValidator(_redis_url)]
+"""A Redis server: `redis://[USER@]HOST[:PORT]`, `rediss://…` for TLS, or `unix://[USER@]/path/to/socket`. Its first
+database, and no password."""
 
 
 def is_private(address: str) -> bool:

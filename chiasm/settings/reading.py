@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from chiasm.settings.refusal import SettingsError
 from chiasm.settings.roles import ENV_PREFIX, Settings
 
 S = TypeVar("S", bound=Settings)
+
+_PASSWORD = re.compile(r"(://[^/@]*:)[^/]*@")
+"""Where a URL holds one, and should not."""
 
 
 def load(kind: type[S], argv: Sequence[str], *, program: str) -> S:
@@ -122,7 +126,7 @@ def _refused(kind: type[Settings], error: ValidationError, origins: Mapping[str,
             places.append(program)
             continue
         secret = name in kind.model_fields and "Secret" in str(kind.model_fields[name].annotation)
-        value = "what was given" if secret else ascii(problem["input"])[:160]
+        value = "what was given" if secret else _PASSWORD.sub(r"\1…@", ascii(problem["input"]))[:160]
         problems.append(f"{name} is {value}: {problem['msg'].removeprefix('Value error, ')}")
         places.append(_place(name, origins.get(name, "default")))
     return SettingsError("; ".join(problems), ", ".join(dict.fromkeys(places)), f"{program} --help lists every setting")

@@ -8,7 +8,7 @@ from typing import Final, Literal, Self
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from chiasm.settings.kinds import Address, HttpAddress, is_private
+from chiasm.settings.kinds import Address, HttpAddress, RedisUrl, is_private
 
 ENV_PREFIX: Final = "CHIASM_"
 
@@ -84,3 +84,46 @@ class WorkerSettings(RoleSettings):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
         default=None, description="what it computes in; default: float32 on a CPU, else the checkpoint's own"
     )
+    redis: RedisUrl | None = Field(
+        default=None,
+        description="the store that nodes share: redis://[USER@]HOST:PORT, rediss://… or unix://[USER@]/path",
+    )
+    redis_password_file: Path | None = Field(default=None, description="its user's password, in a file of 0600")
+    redis_ca_file: Path | None = Field(default=None, description="PEM of who signed its certificate (rediss)")
+    redis_cert_file: Path | None = Field(default=None, description="PEM of the worker's own certificate (rediss)")
+    redis_key_file: Path | None = Field(default=None, description="PEM of the key to that")
+    redis_namespace: str = Field(
+        default="chiasm", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="what the names of its values begin with"
+    )
+    redis_ttl: float = Field(
+        default=3600.0, ge=1, le=30 * 86_400, description="seconds that an entry is kept in it after its last use"
+    )
+    redis_policy: Literal["through", "behind"] = Field(
+        default="behind", description="whether an entry is announced when it is written there too, or before"
+    )
+    redis_behind_bytes: ByteSize = Field(
+        default=ByteSize(256 << 20), ge=0, description="entries that may wait to be written; further ones are not"
+    )
+    redis_entry_bytes: ByteSize = Field(
+        default=ByteSize(128 << 20), gt=0, description="of the largest entry that is sent there"
+    )
+    redis_owner_bytes: ByteSize | None = Field(
+        default=None, gt=0, description="what this worker writes for one tenant within the ttl; default: no bound"
+    )
+    redis_timeout: float = Field(
+        default=0.25, gt=0, le=60, description="seconds that an answer may take, beside its bytes"
+    )
+    redis_rate: ByteSize = Field(
+        default=ByteSize(50_000_000), gt=0, description="bytes a second, the slowest at which bytes are waited for"
+    )
+
+    @model_validator(mode="after")
+    def _redis_is_whole(self) -> Self:
+        tls = (self.redis_ca_file, self.redis_cert_file, self.redis_key_file)
+        if any(tls) and not (self.redis or "").startswith("rediss://"):
+            raise ValueError("redis is not rediss://…, so there is no TLS for redis_ca_file and the like to be used in")
+        if (self.redis_cert_file is None) != (self.redis_key_file is None):
+            raise ValueError("redis_cert_file and redis_key_file go together")
+        if self.redis_password_file is not None and self.redis is None:
+            raise ValueError("redis_password_file needs redis")
+        return self

@@ -16,17 +16,8 @@ def read_secret(path: Path) -> bytes:
     Raises SettingsError for a file that cannot be read, that others than its owner may read, or that holds anything
     else. What it holds is never shown.
     """
+    text = _private(path, f"openssl rand -hex 32 > {path} && chmod 600 {path}")
     where = str(path)
-    try:
-        with path.open(encoding="ascii", errors="replace") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(1024).strip()
-    except OSError as error:
-        raise SettingsError(
-            f"a secret cannot be read: {error.strerror}", where, f"openssl rand -hex 32 > {path} && chmod 600 {path}"
-        ) from None
-    if mode & 0o077:
-        raise SettingsError(f"a secret has mode {mode:04o}: others may use it", where, f"chmod 600 {path}")
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
         raise SettingsError(
             f"a secret must be 64 hex digits, the file has {len(text)} characters",
@@ -34,3 +25,25 @@ def read_secret(path: Path) -> bytes:
             f"openssl rand -hex 32 > {path}",
         )
     return bytes.fromhex(text)
+
+
+def read_password(path: Path) -> str:
+    """What a file holds. Raises SettingsError as `read_secret` does, and for an empty one."""
+    text = _private(path, "write it there, and let nobody else read it")
+    if not text:
+        raise SettingsError("a password is empty", str(path), "write it there")
+    return text
+
+
+def _private(path: Path, fix: str) -> str:
+    """What a file holds, without its last newline, if only its owner may read it."""
+    where = str(path)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(1024).strip()
+    except OSError as error:
+        raise SettingsError(f"a secret cannot be read: {error.strerror}", where, fix) from None
+    if mode & 0o077:
+        raise SettingsError(f"a secret has mode {mode:04o}: others may use it", where, f"chmod 600 {path}")
+    return text

@@ -1,10 +1,11 @@
-"""What every store does, over the store in memory and the arena: a budget, the least recently used first, pins that end
-by themselves, a share for every owner, an age at which an entry is not served any more."""
+"""What every store does, over the store in memory, the arena, and the arena in front of a shared store that is gone: a
+budget, the least recently used first, pins that end by themselves, a share for every owner, an age at which an entry is
+not served any more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +16,12 @@ from chiasm.cache.arena import ArenaStore
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import Elsewhere, InArena, InMemory
 from chiasm.cache.store import EntryStore, Lease
+from chiasm.cache.tiers import TieredStore
 from chiasm.errors import Overloaded
 from chiasm.rpc.v1 import common_pb2 as pb
 from tests.cache.arenas import KIB, entry, key, same, small_region
 from tests.cache.test_entry import contract
+from tests.redis_server import store_at
 
 
 class Clock:
@@ -43,14 +46,32 @@ class Make(Protocol):
     def __call__(self, *, owner_budget: int | None = None, ttl: float | None = None) -> EntryStore: ...
 
 
-@pytest.fixture(params=["memory", "arena"])
+@contextmanager
+def making(kind: str, clock: Clock, folder: Path) -> Iterator[Make]:
+    """How stores of a kind are made."""
+    with closing(small_region(folder / "arena", 300 * KIB)) as region:
+
+        def make(*, owner_budget: int | None = None, ttl: float | None = None) -> EntryStore:
+            if kind == "memory":
+                return MemoryStore(300 * KIB, clock=clock, owner_budget=owner_budget, ttl=ttl)
+            near = ArenaStore(region, clock=clock, owner_budget=owner_budget, ttl=ttl)
+            return near if kind == "arena" else TieredStore(near, store_at("unix:///nowhere/socket", pause=3600.0))
+
+        yield make
+
+
+@pytest.fixture(params=["memory", "arena", "tiers"])
 def make(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[Make]:
-    if request.param == "memory":
-        yield partial(MemoryStore, 300 * KIB, clock=clock)
-        return
-    region = small_region(tmp_path / "arena", 300 * KIB)
-    yield partial(ArenaStore, region, clock=clock)
-    region.close()
+    """Of each kind."""
+    with making(request.param, clock, tmp_path) as make:
+        yield make
+
+
+@pytest.fixture(params=["memory", "arena"])
+def one_place(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[EntryStore]:
+    """One in which an entry lies where it was put or nowhere."""
+    with making(request.param, clock, tmp_path) as make:
+        yield make()
 
 
 @pytest.fixture
@@ -72,7 +93,8 @@ async def test_what_was_put_is_got_and_what_was_not_is_none(store: EntryStore) -
     assert (stats.puts, stats.hits, stats.misses, stats.entries, stats.bytes) == (1, 1, 1, 1, 100 * KIB)
 
 
-async def test_an_entry_is_got_where_it_was_put_and_nowhere_else(store: EntryStore) -> None:
+async def test_an_entry_is_got_where_it_was_put_and_nowhere_else(one_place: EntryStore) -> None:
+    store = one_place
     put = entry(100 * KIB, 7)
     place = await store.put(put, key("a"))
     await store.put(entry(100 * KIB, 8), key("b"))
@@ -94,7 +116,8 @@ async def test_a_place_is_the_same_after_the_wire(store: EntryStore) -> None:
     assert same(await store.get(key("a"), wire.place_of(told)), put)
 
 
-async def test_a_place_of_a_kind_that_is_not_known_is_a_miss(store: EntryStore) -> None:
+async def test_a_place_of_a_kind_that_is_not_known_is_a_miss(one_place: EntryStore) -> None:
+    store = one_place
     await store.put(entry(100 * KIB), key("a"))
     told = wire.announce(contract(), InMemory())
     told.redis.write_id = bytes(16)
@@ -273,7 +296,8 @@ async def test_what_is_wrong_is_discarded_even_if_pinned(store: EntryStore) -> N
     assert store.stats().entries == 1
 
 
-async def test_a_flush_forgets_all_that_is_not_pinned(store: EntryStore, clock: Clock) -> None:
+async def test_a_flush_forgets_all_that_is_not_pinned(one_place: EntryStore, clock: Clock) -> None:
+    store = one_place
     for name, lease in (("a", None), ("b", Lease.of(5.0)), ("c", None)):
         await store.put(entry(100 * KIB), key(name), lease=lease)
     await store.flush()

@@ -51,6 +51,16 @@ def test_workers_are_told_how_the_cache_is_kept_if_anything_was_said(tmp_path: P
     assert not any("--cache" in word for role in (router, *untold) for word in role.words)
 
 
+def test_what_is_said_of_the_shared_store_is_handed_to_workers_and_to_nobody_else(tmp_path: Path) -> None:
+    said = {"--redis": "rediss://user@host:1", "--redis-password-file": "/run/secrets/redis"}
+    with RunFolder(tmp_path) as folder:
+        router, workers = roles(Options(folder=tmp_path, name="m", redis=said), folder)
+        for role in workers:
+            for flag, value in said.items():
+                assert role.words[role.words.index(flag) + 1] == value
+        assert "--redis" not in router.words
+
+
 def test_only_the_router_may_be_reached_and_only_when_one_insists(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         open_, workers = roles(Options(folder=tmp_path, name="m", insecure=True), folder)

@@ -65,9 +65,9 @@ class Store(MemoryStore):
         await asyncio.sleep(0)
         return await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
 
-    async def pin(self, key: EntryKey, lease: Lease) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
         await asyncio.sleep(0)
-        return await super().pin(key, lease)
+        return await super().pin(key, lease, shared=shared)
 
     def _fail(self) -> None:
         if self.failing:

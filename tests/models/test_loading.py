@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from chiasm.cache.arena import ArenaStore
+from chiasm.cache.tiers import TieredStore
 from chiasm.errors import Cancelled, Unsupported
 from chiasm.models.checkpoint import Checkpoint, split
-from chiasm.models.loading import followed, place, region
+from chiasm.models.loading import crossing, followed, place, region
 from chiasm.models.registry import Model, find, open_model
 from chiasm.models.weights import HalfName
 from chiasm.settings import SettingsError, WorkerSettings
@@ -92,3 +94,37 @@ def test_the_region_is_made_only_if_its_size_is_said(tmp_path: Path) -> None:
     assert made.arena_id == opened.arena_id
     opened.close()
     made.close()
+
+
+def worker(folder: Path, **more: object) -> WorkerSettings:
+    made = {"model": "digits", "arena": folder / "arena", "arena_bytes": 1 << 20, "workers_secret_file": folder / "key"}
+    return WorkerSettings(**{**made, **more})  # type: ignore[arg-type]
+
+
+async def test_entries_are_kept_in_the_region_and_in_the_shared_store_where_there_is_one(tmp_path: Path) -> None:
+    async with crossing(worker(tmp_path)) as kept:
+        assert isinstance(kept.store, ArenaStore)
+        assert (len(kept.arena_id), kept.shared_store_id) == (16, None)
+        arena_id = kept.arena_id
+    password = tmp_path / "password"
+    password.touch(0o600)
+    password.write_text("hunter2", encoding="ascii")
+    named = []
+    for user in ("encoder", "decoder"):  # a server that is not there hinders nobody
+        settings = worker(tmp_path, redis=f"unix://{user}@/nowhere/socket", redis_password_file=password)
+        async with crossing(settings) as kept:
+            assert isinstance(kept.store, TieredStore)
+            assert kept.arena_id == arena_id
+            assert await kept.store.get(bytes(32)) is None
+            named.append(kept.shared_store_id)
+    assert named[0] == named[1] and len(named[0] or b"") == 16
+
+
+@pytest.mark.parametrize("file", ["redis_password_file", "redis_ca_file"])
+async def test_a_file_of_the_shared_store_that_cannot_be_read_is_told_at_the_start(tmp_path: Path, file: str) -> None:
+    settings = worker(tmp_path, redis="rediss://host", **{file: tmp_path / "none"})
+    with pytest.raises(SettingsError) as caught:
+        async with crossing(settings):
+            pass
+    assert caught.value.where == str(tmp_path / "none")
+    assert not (tmp_path / "arena").exists(), "nothing was made for it"

@@ -1,0 +1,83 @@
+"""A circuit breaker: whoever calls something that does not answer is told so at once, until it answers again.
+
+Closed, calls are made. After some failures in a row it is open: nobody calls, and nobody waits. Every now and then it
+is half open, while one probe is on its way; the first that succeeds closes it, on trial: the next failure opens it
+again, and for longer. It knows no server and no call, only how they ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+
+class State(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Belongs to one event loop. Probes are made by a task of its own, so that no caller pays for them.
+
+    Args:
+        probe: asks for as little as possible. Says whether it was answered; raises nothing.
+        failures: in a row, that open it.
+        pause: seconds before the first probe; each further one waits twice as long, until a call succeeds.
+        longest: seconds between two probes at most.
+
+    Attributes:
+        state: as it is.
+        opened: how often it opened.
+    """
+
+    def __init__(
+        self, probe: Callable[[], Awaitable[bool]], *, failures: int = 3, pause: float = 0.25, longest: float = 5.0
+    ) -> None:
+        self._probe = probe
+        self._limit = failures
+        self._first_pause = self._pause = pause
+        self._longest = longest
+        self._failures = 0
+        self._probing: asyncio.Task[None] | None = None
+        self.state = State.CLOSED
+        self.opened = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether calls are to be made."""
+        return self.state is State.CLOSED
+
+    def succeeded(self) -> None:
+        """A call was answered. Of one that began before it opened, nothing is concluded."""
+        if self.closed:
+            self._failures = 0
+            self._pause = self._first_pause
+
+    def failed(self) -> None:
+        """A call was not answered."""
+        if not self.closed:
+            return
+        self._failures += 1
+        if self._failures >= self._limit:
+            self.state = State.OPEN
+            self.opened += 1
+            self._probing = asyncio.create_task(self._recover())
+
+    async def close(self) -> None:
+        """Ends the probing."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+
+    async def _recover(self) -> None:
+        while True:
+            self.state = State.OPEN
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, self._longest)
+            self.state = State.HALF_OPEN
+            if await self._probe():
+                break
+        self._failures = self._limit - 1
+        self.state = State.CLOSED

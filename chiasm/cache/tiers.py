@@ -1,0 +1,192 @@
+"""Two stores as one: a near one, which one node has to itself, in front of a far one, which nodes share.
+
+The near one decides. An entry is put there, and written to the far one as well, at once or a little later; what is read
+from the far one is put into the near one on its way. The far one may fail in every way that it knows: then an entry is
+where it would be without it. Neither is believed: whoever reads verifies, and what it discards is forgotten by both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+from chiasm.cache.behind import Behind
+from chiasm.cache.place import Elsewhere, InRedis, Place
+from chiasm.cache.redis import RedisStore
+from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.store import NOBODY, EntryStore, Lease, Pinned, StoreStats
+from chiasm.errors import Overloaded
+
+BEHIND_BYTES: Final = 256 << 20
+
+
+class WritePolicy(StrEnum):
+    """When an entry is written to the far store: before its put returns, or a little later.
+
+    One that is put to be shared is always written before.
+    """
+
+    THROUGH = "through"
+    BEHIND = "behind"
+
+
+class TieredStore:
+    """`EntryStore` over two others. What it counts and holds is told of both together by `stats`: asked of it, and held
+    by the near one. `tiers` tells of each.
+
+    Args:
+        far: puts of which raise nothing (`RedisStore.put`).
+        behind_bytes: that may wait to be written behind; further entries are near alone.
+    """
+
+    def __init__(
+        self,
+        near: EntryStore,
+        far: RedisStore,
+        *,
+        policy: WritePolicy = WritePolicy.BEHIND,
+        behind_bytes: int = BEHIND_BYTES,
+        near_name: str = "arena",
+    ) -> None:
+        self.near = near
+        self.far = far
+        self.behind = Behind(behind_bytes)
+        self._policy = policy
+        self._near_name = near_name
+        self._fetching: dict[EntryKey, asyncio.Task[Sealed | None]] = {}
+        self._counts = dict.fromkeys(("puts", "hits", "misses", "refusals"), 0)
+
+    async def put(
+        self,
+        sealed: Sealed,
+        key: EntryKey,
+        *,
+        lease: Lease | None = None,
+        owner: bytes = NOBODY,
+        shared: bool = False,
+    ) -> Place:
+        """As `EntryStore.put`. An entry that is to be shared needs only one of both, and is announced where those read
+        it who share the far one; where it lies near they find it all the same.
+
+        Raises Overloaded as the near store does, if the far one has not got it either.
+        """
+        far = partial(self.far.put, sealed, key, lease=lease, owner=owner, shared=shared)
+        self.behind.forget(key)
+        place: Place = Elsewhere()
+        full: Overloaded | None = None
+        try:
+            place = await self.near.put(sealed, key, lease=lease, owner=owner)
+        except Overloaded as error:
+            full = error
+        if shared and not isinstance(there := await far(), Elsewhere):
+            place = there
+        elif full is not None:
+            self._counts["refusals"] += 1
+            raise full
+        elif not shared and self._policy is WritePolicy.THROUGH:
+            await far()
+        elif not shared:
+            self.behind.add(key, sealed.size, far)
+        self._counts["puts"] += 1
+        return place
+
+    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+        """As `EntryStore.pin`. What is far only is brought near for it; where there is no room, it is kept far. What is
+        to be shared stays far, and is written there if it was only near."""
+        if shared and (there := await self._share(key, lease)) is not None:
+            self._count(True)
+            return there
+        pinned = await self.near.pin(key, lease)
+        if pinned is None and await self._fetch(key) is not None:
+            pinned = await self.near.pin(key, lease) or await self.far.pin(key, lease)
+        self._count(pinned is not None)
+        return pinned
+
+    async def claim(self, key: EntryKey, seconds: float) -> bool:
+        return await self.near.claim(key, seconds) and await self.far.claim(key, seconds)
+
+    async def unclaim(self, key: EntryKey) -> None:
+        await self.near.unclaim(key)
+        await self.far.unclaim(key)
+
+    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        """The entry where it was announced, else wherever it lies, here or far: a place in another node's store says
+        that it may be far."""
+        sealed = None
+        if not isinstance(place, Elsewhere):
+            sealed = await self.near.get(key, None if isinstance(place, InRedis) else place)
+            if sealed is None and place is not None and not isinstance(place, InRedis):
+                sealed = await self.near.get(key)
+            if sealed is None:
+                sealed = await self._fetch(key, place if isinstance(place, InRedis) else None)
+        self._count(sealed is not None)
+        return sealed
+
+    async def release(self, key: EntryKey, lease_id: bytes) -> None:
+        await self.near.release(key, lease_id)
+
+    async def discard(self, key: EntryKey) -> None:
+        self.behind.forget(key)
+        await self.near.discard(key)
+        await self.far.discard(key)
+
+    async def flush(self) -> None:
+        """Forgets what is not pinned near, and everything far. Raises what either raises."""
+        await self.near.flush()
+        await self.far.flush()
+
+    def stats(self) -> StoreStats:
+        near = self.near.stats()
+        return StoreStats(
+            entries=near.entries,
+            bytes=near.bytes,
+            pinned_bytes=near.pinned_bytes,
+            budget=near.budget,
+            evictions=near.evictions,
+            **self._counts,
+        )
+
+    def tiers(self) -> Mapping[str, StoreStats]:
+        """Of each store, by its name."""
+        return {self._near_name: self.near.stats(), "redis": self.far.stats()}
+
+    async def aclose(self) -> None:
+        """Drops what was to be written behind, and closes the far store."""
+        for task in self._fetching.values():
+            task.cancel()
+        await asyncio.gather(*self._fetching.values(), return_exceptions=True)
+        await self.behind.close()
+        await self.far.close()
+
+    async def _share(self, key: EntryKey, lease: Lease) -> Pinned | None:
+        """An entry pinned far. None where it is nowhere, or the far store cannot be written."""
+        there = await self.far.pin(key, lease)
+        if there is None and (sealed := await self.near.get(key)) is not None:
+            place = await self.far.put(sealed, key, lease=lease, shared=True)
+            return None if isinstance(place, Elsewhere) else Pinned(sealed.header, place)
+        return there
+
+    async def _fetch(self, key: EntryKey, place: InRedis | None = None) -> Sealed | None:
+        """An entry that is far, brought near if there is room. Those who ask at a time share one reading, and who
+        leaves takes it from nobody."""
+        task = self._fetching.get(key)
+        if task is None:
+            self._fetching[key] = task = asyncio.create_task(self._promote(key, place))
+            task.add_done_callback(lambda _: self._fetching.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _promote(self, key: EntryKey, place: InRedis | None) -> Sealed | None:
+        fetched = await self.far.fetch(key, place)
+        if fetched is None:
+            return None
+        sealed, owner = fetched
+        with suppress(Overloaded):
+            await self.near.put(sealed, key, owner=owner)
+        return sealed
+
+    def _count(self, found: bool) -> None:
+        self._counts["hits" if found else "misses"] += 1
