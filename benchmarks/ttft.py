@@ -7,8 +7,8 @@ tokens) through a vision transformer of width 256 and depth 8; `TEXT` is the dec
 A B B A, a cold one in every round; medians.
 
 A hit reads, besides what a text does, all visual tokens in every cross layer, which a text skips. `limit_ratio` is the
-ratio of the decoder's steps alone, and `outside_ms` what either side takes beside them. The decoder has 32 self layers
-and one cross layer, 100 M parameters: with a cross layer for every three self layers, as in the 8B checkpoints, the
+ratio of the decoder's steps alone, and `outside_ms` what either side takes beside them. The decoder has 28 self layers
+and one cross layer, 90 M parameters: with a cross layer for every three self layers, as in the 8B checkpoints, the
 layers alone would make a hit 1.33 times a text.
 """
 
@@ -37,11 +37,11 @@ FRAMES, BEFORE, QUESTION = 32, 20, 100
 TEXT: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 33,
+    "num_hidden_layers": 29,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "cross_attention_layers": [16],
+    "cross_attention_layers": [14],
     "vocab_size": 447,
     "max_position_embeddings": 8192,
     "rope_scaling": {"rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True},

@@ -83,8 +83,11 @@ class Decoding:
     async def _run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
         reader: asyncio.Task[None] | None = None
         try:
+            if not self._live:
+                # Mostly it is closed by the time its prompt is read, and its last row need not wait for another step.
+                reader = asyncio.create_task(_read(requests, self._inbox, self._arrived))
             await self._read_prompt()
-            reader = asyncio.create_task(_read(requests, self._inbox, self._arrived))
+            reader = reader or asyncio.create_task(_read(requests, self._inbox, self._arrived))
             while True:
                 self._arrived.hush()  # before anything is looked at: what comes while a caller reads is not missed
                 # What was drawn is told before anything that came meanwhile is answered: the timeline has that order.
