@@ -243,11 +243,11 @@ async def test_a_pin_that_cannot_be_had_fails_one_caller_and_not_the_others() ->
         pin = one.store.pin
         refused: list[Lease] = []
 
-        async def pinning(key: EntryKey, lease: Lease) -> Pinned | None:
+        async def pinning(key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
             if not refused:
                 refused.append(lease)
                 raise full(2, 1)
-            return await pin(key, lease)
+            return await pin(key, lease, shared=shared)
 
         one.store.pin = pinning  # type: ignore[method-assign]
         one.let_go()
