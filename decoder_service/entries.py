@@ -18,6 +18,7 @@ from chiasm.cache.entry import Contract, Mismatch, open_entry, tag_secret
 from chiasm.cache.form import Form
 from chiasm.cache.place import Place
 from chiasm.cache.sealed import EntryKey
+from chiasm.cache.tenant import owner
 from chiasm.errors import ServerError
 from chiasm.models.entries import contract_of
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -57,6 +58,7 @@ class Entries:
     def __init__(self, model: DecoderModel, *, root: bytes, item_of: Callable[[int], str | None]) -> None:
         self._model = model
         self._secret = tag_secret(model.workers_secret, root)
+        self._owner = owner(root)
         self._item_of = item_of
         self._announced: dict[UnitName, _Announced] = {}
         self._pins: dict[UnitName, tuple[_Pin, ...]] = {}  # that are not given back yet, each once
@@ -128,7 +130,7 @@ class Entries:
         by the store."""
         key, form, grid, place = self._announced[name]
         contract = self._needed(key, form, grid)
-        sealed = await self._model.store.get(key, place)
+        sealed = await self._model.store.get(key, place, owner=self._owner)
         if sealed is None:
             self._model.rejections.absent += 1
             return "absent"

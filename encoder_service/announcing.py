@@ -145,7 +145,7 @@ class Announcing:
         """Tells unit `number`, whose entry has that key, if it is in the store."""
         lease = Lease.of(self._seconds)
         contract = self._engine.contract(key, self._plan.grid, self._form)
-        announced = await self._engine.known(contract, lease, shared=self._shared)
+        announced = await self._engine.known(contract, lease, root=self._root, shared=self._shared)
         return None if announced is None else self._tell(number, announced, lease)
 
     def _tell(self, number: int, announced: Announced, lease: Lease) -> epb.EncodeReady:

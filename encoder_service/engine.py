@@ -202,7 +202,7 @@ class EncoderEngine:
         contract = self.contract(unit.key, unit.grid, unit.form)
         try:
             if unit.key not in self._flights and not afresh:
-                look = partial(self.known, contract, lease, shared=shared)
+                look = partial(self.known, contract, lease, root=unit.root, shared=shared)
                 known = await look() or await self._claims.wait(unit.key, look)
                 if known is not None:
                     return known
@@ -212,10 +212,10 @@ class EncoderEngine:
             await self.store.release(unit.key, lease.id)  # the caller will never be told of it
             raise
 
-    async def known(self, contract: Contract, lease: Lease, *, shared: bool = False) -> Announced | None:
+    async def known(self, contract: Contract, lease: Lease, *, root: bytes, shared: bool = False) -> Announced | None:
         """An entry that the store has, pinned while `lease` lasts. None, and nothing is pinned, if there is none under
         that key, or another than this engine makes. Here, and nowhere else, the store is asked."""
-        pinned = await self.store.pin(contract.key, lease, shared=shared)
+        pinned = await self.store.pin(contract.key, lease, owner=owner(root), shared=shared)
         if pinned is None:
             return None
         if Contract.unpack(pinned.header) != contract:

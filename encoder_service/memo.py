@@ -141,7 +141,7 @@ class Memo:
 
     async def _read(self, asked: Asked, key: EntryKey) -> tuple[bytes, bytes] | None:
         """Both parts of a record that is to be believed."""
-        sealed = await self._store.get(key)
+        sealed = await self._store.get(key, owner=owner(asked.root))
         if sealed is None:
             return None
         parts = _open(sealed, key, tag_secret(self._workers, asked.root))

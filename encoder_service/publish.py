@@ -66,7 +66,9 @@ class Publisher:
         await self._put(sealed, flight, stuck)
         while (waiter := flight.unsettled()) is not None:
             try:
-                pinned = await self.store.pin(flight.unit.key, waiter.lease, shared=waiter.shared)
+                pinned = await self.store.pin(
+                    flight.unit.key, waiter.lease, owner=owner(flight.unit.root), shared=waiter.shared
+                )
                 if pinned is None:  # whoever it was pinned for has left, and others needed the room
                     await self._put(sealed, flight, stuck)
                 else:

@@ -198,7 +198,9 @@ def trio(
         options: more flags, by role: `encoder`, `decoder`, `router`.
     """
     with ExitStack() as stack:
-        regions = [Region.create(folder / f"arena-{node}", arena_bytes) for node in range(nodes)]
+        regions = [
+            Region.create(folder / ("arena" if nodes == 1 else f"arena-{node}"), arena_bytes) for node in range(nodes)
+        ]
         for region in regions:
             stack.callback(region.close)
         made = Trio(folder, model, (regions[0], regions[-1]), dict(options), encoders=encoders)

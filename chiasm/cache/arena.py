@@ -106,7 +106,7 @@ class ArenaStore:
         self._counts["puts"] += 1
         return self._place(extent)
 
-    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """As `EntryStore.pin`. A miss as well if another process keeps the lock."""
         try:
             async with self._locked():
@@ -125,7 +125,7 @@ class ArenaStore:
     async def unclaim(self, key: EntryKey) -> None:
         """Nothing was taken."""
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         """As `EntryStore.get`. Where a place was given away since, the entry is looked for under its key: it may only
         have been put again."""
         for extent in self._seek(key, place):

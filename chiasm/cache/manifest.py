@@ -17,9 +17,7 @@ CHUNK_BYTES: Final = 1 << 20
 """Bytes of a piece; the last has what is left. Servers serve values of about a megabyte fastest."""
 
 _MAGIC, _VERSION = b"CHSM", 1
-_FIXED = struct.Struct(
-    "<4sHHH32s8s16sIQ"
-)  # magic, version, bytes of header and tag, key, owner, write id, chunks, payload
+_FIXED = struct.Struct("<4sHHH32s16sIQ")  # magic, version, bytes of header and tag, key, write id, chunks, payload
 _STRING_BYTES = 1024
 
 MANIFEST_BYTES: Final = _FIXED.size + 2 * _STRING_BYTES
@@ -36,13 +34,11 @@ class Manifest:
     """What is written last.
 
     Attributes:
-        owner: whom it is charged to, wherever it is brought (`store.EntryStore.put`).
         write_id: 16 random bytes, of this one writing.
         payload: bytes.
     """
 
     key: EntryKey
-    owner: bytes
     write_id: bytes
     payload: int
     header: bytes
@@ -62,9 +58,9 @@ class Manifest:
         return len(self.header) <= _STRING_BYTES and len(self.tag) <= _STRING_BYTES
 
     def pack(self) -> bytes:
-        assert self.fits and (len(self.owner), len(self.write_id)) == (8, 16), self
-        sizes, names = (len(self.header), len(self.tag)), (self.key, self.owner, self.write_id)
-        fixed = _FIXED.pack(_MAGIC, _VERSION, *sizes, *names, self.chunks, self.payload)
+        assert self.fits and len(self.write_id) == 16, (len(self.header), len(self.tag), len(self.write_id))
+        sizes = (len(self.header), len(self.tag))
+        fixed = _FIXED.pack(_MAGIC, _VERSION, *sizes, self.key, self.write_id, self.chunks, self.payload)
         return fixed + self.header + self.tag
 
     @classmethod
@@ -72,7 +68,7 @@ class Manifest:
         """The manifest of the entry under `key`, of `most` bytes of payload at most; or in a word why it is none."""
         if not _FIXED.size <= len(packed) <= MANIFEST_BYTES:
             return "manifest"
-        magic, version, header, tag, found, owner, write_id, chunks, payload = _FIXED.unpack_from(packed)
+        magic, version, header, tag, found, write_id, chunks, payload = _FIXED.unpack_from(packed)
         if magic != _MAGIC or version != _VERSION or len(packed) != _FIXED.size + header + tag:
             return "manifest"
         if found != key:
@@ -80,4 +76,4 @@ class Manifest:
         if payload > most or chunks != chunks_of(payload):
             return "size"
         middle = _FIXED.size + header
-        return cls(key, owner, write_id, payload, packed[_FIXED.size : middle], packed[middle:])
+        return cls(key, write_id, payload, packed[_FIXED.size : middle], packed[middle:])

@@ -71,7 +71,7 @@ class MemoryStore:
         self._counts["puts"] += 1
         return InMemory()
 
-    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         kept = self._find(key)
         if kept is None:
             return None
@@ -85,7 +85,7 @@ class MemoryStore:
     async def unclaim(self, key: EntryKey) -> None:
         """Nothing was taken."""
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         kept = self._find(key, here=place is None or isinstance(place, InMemory))
         return None if kept is None else kept.sealed
 

@@ -105,7 +105,7 @@ class RedisStore:
     ) -> Place:
         """As `EntryStore.put`, but raises nothing: what could not be put lies `Elsewhere`."""
         payload = sealed.payload.cast("B")
-        manifest = Manifest(key, owner, secrets.token_bytes(16), payload.nbytes, sealed.header, sealed.tag)
+        manifest = Manifest(key, secrets.token_bytes(16), payload.nbytes, sealed.header, sealed.tag)
         if sealed.size > self._entry_bytes or not manifest.fits:
             return self._refuse("entry_budget")
         if self.link.breaker.closed and not self._account.take(owner, sealed.size):
@@ -129,7 +129,7 @@ class RedisStore:
         self._counts["puts"] += 1
         return InRedis(manifest.write_id, manifest.chunks)
 
-    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """Keeps an entry from ending before the lease does, as far as the server can. No payload is touched."""
         name = self._name(key)
         replies = await self.link.ask(("GET", name), ("PTTL", name))
@@ -162,17 +162,12 @@ class RedisStore:
         if replies is not None and replies[0] == token:
             await self.link.ask(("UNLINK", name))
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         """As `EntryStore.get`. Where an entry was put again since it was announced, the newer one is read."""
-        fetched = await self.fetch(key, place)
-        return None if fetched is None else fetched[0]
-
-    async def fetch(self, key: EntryKey, place: Place | None = None) -> tuple[Sealed, bytes] | None:
-        """As `get`, and whom the entry is charged to."""
         known = place if isinstance(place, InRedis) else None
-        fetched = await self._read(key, known) if known is not None or place is None else None
-        self._count(fetched is not None)
-        return fetched
+        sealed = await self._read(key, known) if known is not None or place is None else None
+        self._count(sealed is not None)
+        return sealed
 
     async def release(self, key: EntryKey, lease_id: bytes) -> None:
         """Nothing was kept that would not be kept without."""
@@ -212,7 +207,7 @@ class RedisStore:
     async def close(self) -> None:
         await self.link.close()
 
-    async def _read(self, key: EntryKey, known: InRedis | None) -> tuple[Sealed, bytes] | None:
+    async def _read(self, key: EntryKey, known: InRedis | None) -> Sealed | None:
         get, values = ("GET", self._name(key)), None
         if known is not None and len(known.write_id) == 16 and 0 < known.chunks <= chunks_of(self._entry_bytes):
             values = Values([CHUNK_BYTES] * known.chunks)
@@ -231,7 +226,7 @@ class RedisStore:
             gone = -1 in values.lengths or not values.lengths
             self.rejected["chunk_missing" if gone else "chunk_length"] += 1
             return None
-        return Sealed(manifest.header, values.room[: manifest.payload], manifest.tag), manifest.owner
+        return Sealed(manifest.header, values.room[: manifest.payload], manifest.tag)
 
     async def _fill(self, values: Values, names: Sequence[str], *more: Command) -> list[Reply] | None:
         replies = await self.link.ask(("MGET", *names), *more, nbytes=len(values.room), values=values)

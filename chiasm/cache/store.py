@@ -77,9 +77,10 @@ class EntryStore(Protocol):
         """
         ...
 
-    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """Pins an entry while `lease` lasts, beside the pins it has, as the most recently used one. Whatever its size,
-        no payload is touched, unless it has to be moved for `shared`, which is as of `put`.
+        no payload is touched, unless it has to be moved: for `shared`, as of `put`, or from a store that nodes share.
+        Then it is charged to `owner`.
 
         Raises Overloaded CACHE_FULL if no more pins can be kept.
         """
@@ -97,9 +98,9 @@ class EntryStore(Protocol):
         """Ends this process's claim: the entry is there, or will not be made."""
         ...
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         """The entry, as the most recently used one: where it was announced to lie, or wherever it lies if no place is
-        given. A place that is not in this store is a miss."""
+        given. A place that is not in this store is a miss. What has to be moved is charged to `owner`."""
         ...
 
     async def release(self, key: EntryKey, lease_id: bytes) -> None:

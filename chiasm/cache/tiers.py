@@ -94,14 +94,14 @@ class TieredStore:
         self._counts["puts"] += 1
         return place
 
-    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """As `EntryStore.pin`. What is far only is brought near for it; where there is no room, it is kept far. What is
         to be shared stays far, and is written there if it was only near."""
-        if shared and (there := await self._share(key, lease)) is not None:
+        if shared and (there := await self._share(key, lease, owner)) is not None:
             self._count(True)
             return there
         pinned = await self.near.pin(key, lease)
-        if pinned is None and await self._fetch(key) is not None:
+        if pinned is None and await self._fetch(key, owner) is not None:
             pinned = await self.near.pin(key, lease) or await self.far.pin(key, lease)
         self._count(pinned is not None)
         return pinned
@@ -113,7 +113,7 @@ class TieredStore:
         await self.near.unclaim(key)
         await self.far.unclaim(key)
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         """The entry where it was announced, else wherever it lies, here or far: a place in another node's store says
         that it may be far."""
         sealed = None
@@ -122,7 +122,7 @@ class TieredStore:
             if sealed is None and place is not None and not isinstance(place, InRedis):
                 sealed = await self.near.get(key)
             if sealed is None:
-                sealed = await self._fetch(key, place if isinstance(place, InRedis) else None)
+                sealed = await self._fetch(key, owner, place if isinstance(place, InRedis) else None)
         self._count(sealed is not None)
         return sealed
 
@@ -162,30 +162,28 @@ class TieredStore:
         await self.behind.close()
         await self.far.close()
 
-    async def _share(self, key: EntryKey, lease: Lease) -> Pinned | None:
+    async def _share(self, key: EntryKey, lease: Lease, owner: bytes) -> Pinned | None:
         """An entry pinned far. None where it is nowhere, or the far store cannot be written."""
         there = await self.far.pin(key, lease)
         if there is None and (sealed := await self.near.get(key)) is not None:
-            place = await self.far.put(sealed, key, lease=lease, shared=True)
+            place = await self.far.put(sealed, key, lease=lease, owner=owner, shared=True)
             return None if isinstance(place, Elsewhere) else Pinned(sealed.header, place)
         return there
 
-    async def _fetch(self, key: EntryKey, place: InRedis | None = None) -> Sealed | None:
+    async def _fetch(self, key: EntryKey, owner: bytes, place: InRedis | None = None) -> Sealed | None:
         """An entry that is far, brought near if there is room. Those who ask at a time share one reading, and who
         leaves takes it from nobody."""
         task = self._fetching.get(key)
         if task is None:
-            self._fetching[key] = task = asyncio.create_task(self._promote(key, place))
+            self._fetching[key] = task = asyncio.create_task(self._promote(key, owner, place))
             task.add_done_callback(lambda _: self._fetching.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _promote(self, key: EntryKey, place: InRedis | None) -> Sealed | None:
-        fetched = await self.far.fetch(key, place)
-        if fetched is None:
-            return None
-        sealed, owner = fetched
-        with suppress(Overloaded):
-            await self.near.put(sealed, key, owner=owner)
+    async def _promote(self, key: EntryKey, owner: bytes, place: InRedis | None) -> Sealed | None:
+        sealed = await self.far.get(key, place)
+        if sealed is not None:
+            with suppress(Overloaded):
+                await self.near.put(sealed, key, owner=owner)
         return sealed
 
     def _count(self, found: bool) -> None:

@@ -20,6 +20,7 @@ from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import InArena, InMemory, Place
 from chiasm.cache.region import Region
 from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.store import NOBODY
 from chiasm.errors import ServerError
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -45,7 +46,7 @@ class Meddling(MemoryStore):
         self.times = times
         self.left = defaultdict[EntryKey, int](lambda: each)
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         sealed = await super().get(key, place)
         if sealed is None or not self.times or not self.left[key]:
             return sealed
@@ -124,7 +125,7 @@ class Recording(ArenaStore):
         self.losing = losing
         self.lost: set[EntryKey] = set()
 
-    async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         self.places = [*getattr(self, "places", []), place]
         if len(self.lost) < self.losing and key not in self.lost:
             self.lost.add(key)
@@ -208,7 +209,7 @@ async def test_an_entry_of_another_contract_in_the_store_is_a_miss_that_names_bo
 
     clip = digits.shipped_clips()[0]
     async with running() as service:
-        meddle(service, other, 10**6)
+        meddle(service, other, 10**6, each=2)
         with pytest.raises(ServerError) as caught:
             await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
         assert caught.value.reason == "ENTRY_MISSING"

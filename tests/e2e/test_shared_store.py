@@ -20,6 +20,13 @@ async def read_right(client: AsyncClient, number: int) -> None:
     assert str(digit) in said.text, (digit, said.text)
 
 
+ENTRIES = 3
+"""Of a clip of one frame: its unit, what it was found to be, and what became of it."""
+
+CHOICES = 1
+"""Which form of entries decoders ask for is kept there too."""
+
+
 async def test_answers_are_right_with_the_shared_store_and_without_it(tmp_path: Path) -> None:
     with redis_server() as server:
         shared = ("--redis", server.url, "--redis-policy", "through", "--redis-timeout", "5")
@@ -27,10 +34,10 @@ async def test_answers_are_right_with_the_shared_store_and_without_it(tmp_path: 
             async with AsyncClient(served.target) as client:
                 await read_right(client, 0)
                 counted = served.encoder.counted()
-                assert counted["chiasm_cache_tier_puts_total:redis"] == 1
-                assert counted["chiasm_cache_tier_puts_total:arena"] == 1
+                assert counted["chiasm_cache_tier_puts_total:redis"] == ENTRIES
+                assert counted["chiasm_cache_tier_puts_total:arena"] == ENTRIES
                 assert counted["chiasm_shared_cache_breaker:closed"] == 1
-                assert len(server.names("chiasm:entry:*")) == 1
+                assert len(server.names("chiasm:entry:*")) == ENTRIES + CHOICES
 
                 server.kill()
                 for number in (1, 2, 3, 4):
@@ -42,7 +49,7 @@ async def test_answers_are_right_with_the_shared_store_and_without_it(tmp_path: 
                 server.start()
                 await closed(served)
                 await read_right(client, 5)
-                assert len(server.names("chiasm:entry:*")) == 1
+                assert len(server.names("chiasm:entry:*")) == ENTRIES
                 assert sum(value for name, value in served.decoder.counted().items() if "rejected" in name) == 0
             await served.settled()
 

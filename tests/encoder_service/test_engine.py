@@ -112,7 +112,7 @@ async def test_equal_units_at_once_are_encoded_once(model: Model) -> None:
 
 async def test_a_known_unit_is_pinned_and_its_payload_not_read(model: Model) -> None:
     class NeverRead(MemoryStore):
-        async def get(self, key: EntryKey, place: Place | None = None) -> Sealed | None:
+        async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
             raise AssertionError("an encoder needs no payload")
 
     async with engine(model, store=NeverRead(1 << 24)) as e:

@@ -13,7 +13,7 @@ from chiasm.cache.arena import ArenaStore
 from chiasm.cache.form import Form
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.sealed import EntryKey, Sealed
-from chiasm.cache.store import EntryStore, Lease
+from chiasm.cache.store import NOBODY, EntryStore, Lease
 from chiasm.media.sample import SamplingOptions
 from chiasm.models.family import MediumPlan
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -105,7 +105,7 @@ class Altered(MemoryStore):
         super().__init__(1 << 20)
         self.change: dict[EntryKey, Sealed] = {}
 
-    async def get(self, key: EntryKey, place: object = None) -> Sealed | None:
+    async def get(self, key: EntryKey, place: object = None, *, owner: bytes = NOBODY) -> Sealed | None:
         return self.change.get(key) or await super().get(key)
 
 

@@ -65,9 +65,9 @@ class Store(MemoryStore):
         await asyncio.sleep(0)
         return await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
 
-    async def pin(self, key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+    async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         await asyncio.sleep(0)
-        return await super().pin(key, lease, shared=shared)
+        return await super().pin(key, lease, owner=owner, shared=shared)
 
     def _fail(self) -> None:
         if self.failing:
@@ -243,11 +243,11 @@ async def test_a_pin_that_cannot_be_had_fails_one_caller_and_not_the_others() ->
         pin = one.store.pin
         refused: list[Lease] = []
 
-        async def pinning(key: EntryKey, lease: Lease, *, shared: bool = False) -> Pinned | None:
+        async def pinning(key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
             if not refused:
                 refused.append(lease)
                 raise full(2, 1)
-            return await pin(key, lease, shared=shared)
+            return await pin(key, lease, owner=owner, shared=shared)
 
         one.store.pin = pinning  # type: ignore[method-assign]
         one.let_go()
