@@ -84,6 +84,8 @@ class TieredStore:
             full = error
         if shared and not isinstance(there := await far(), Elsewhere):
             place = there
+            if lease is not None:  # its reader gives back what it reads from, which is not here
+                await self.near.release(key, lease.id)
         elif full is not None:
             self._counts["refusals"] += 1
             raise full

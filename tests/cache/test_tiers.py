@@ -74,10 +74,22 @@ async def test_behind_an_entry_is_far_a_little_later(server: RedisServer) -> Non
 async def test_what_is_to_be_shared_is_far_when_its_put_returns_and_is_announced_there(server: RedisServer) -> None:
     put = entry(100 * KIB, 7)
     async with tiers(server, policy=WritePolicy.BEHIND) as one, tiers(server) as other:
-        place = await one.put(put, key("a"), shared=True)
+        place = await one.put(put, key("a"), lease=Lease.of(60.0), shared=True)
         assert isinstance(place, InRedis)
         assert same(await other.get(key("a"), place), put)
-        assert one.near.stats().entries == 1
+        near = one.near.stats()
+        assert (near.entries, near.pinned_bytes) == (1, 0), "whoever reads it there cannot unpin it here"
+
+
+async def test_what_is_near_only_is_written_far_when_it_is_pinned_to_be_shared(server: RedisServer) -> None:
+    put = entry(100 * KIB, 7)
+    async with tiers(server) as one, tiers(server) as other:
+        await one.near.put(put, key("a"))
+        pinned = await one.pin(key("a"), Lease.of(60.0), shared=True)
+        assert pinned is not None and isinstance(pinned.place, InRedis) and pinned.header == put.header
+        assert same(await other.get(key("a"), pinned.place), put)
+        assert one.near.stats().pinned_bytes == 0
+        assert await one.pin(key("b"), Lease.of(60.0), shared=True) is None
 
 
 async def test_what_waits_to_be_written_is_bounded_and_the_rest_is_dropped_and_counted(server: RedisServer) -> None:
