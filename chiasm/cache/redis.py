@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from chiasm.cache.account import Account
@@ -181,15 +181,18 @@ class RedisStore:
 
         Raises Unavailable SHARED_STORE if the server does not answer or refuses; part of it may be gone then.
         """
-        cursor = b"0"
-        while True:
-            cursor, names = self._done(
-                await self.link.ask(("SCAN", cursor, "MATCH", f"{self._namespace}:*", "COUNT", 1000))
-            )
-            if names:
-                self._done(await self.link.ask(("UNLINK", *names)))
-            if cursor == b"0":
-                return
+        async for names in self._scanned("*"):
+            self._done(await self.link.ask(("UNLINK", *names)))
+
+    async def count(self) -> int:
+        """Entries of the namespace, of every writer. For a user that may; needs no right to read any.
+
+        Raises Unavailable SHARED_STORE if the server does not answer or refuses.
+        """
+        found: set[bytes] = set()  # a name may be told more than once
+        async for names in self._scanned("entry:*"):
+            found.update(names)
+        return len(found)
 
     def stats(self) -> StoreStats:
         """Entries and bytes are those that this process wrote within the time that they are kept. No budget is known:
@@ -258,10 +261,24 @@ class RedisStore:
         self.refused[reason] += 1
         return Elsewhere()
 
+    async def _scanned(self, pattern: str) -> AsyncIterator[list[bytes]]:
+        """Names of the namespace, some at a time. Raises as `count`."""
+        cursor = b"0"
+        while True:
+            cursor, names = self._done(
+                await self.link.ask(("SCAN", cursor, "MATCH", f"{self._namespace}:{pattern}", "COUNT", 1000))
+            )
+            if names:
+                yield names
+            if cursor == b"0":
+                return
+
     def _done(self, replies: Sequence[Reply] | None) -> Reply:
-        if replies is None or isinstance(replies[0], Refusal):
-            said = "does not answer" if replies is None else f"refuses: {replies[0]}"
-            raise Unavailable("SHARED_STORE", f"the store that nodes share {said}")
+        if replies is None:
+            raise Unavailable("SHARED_STORE", "the store that nodes share does not answer")
+        if isinstance(replies[0], Refusal):
+            self.link.trouble = str(replies[0])
+            raise Unavailable("SHARED_STORE", "the store that nodes share refuses")
         return replies[0]
 
     def _count(self, found: bool) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import uvloop
 
-from chiasm.cache.link import Link, Server, store_id
+from chiasm.cache.link import Link
 from chiasm.cache.manifest import CHUNK_BYTES
 from chiasm.cache.place import Elsewhere, InArena, InMemory, InRedis
 from chiasm.cache.redis import RedisStore, sentinel
 from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.server import Server, store_id
 from chiasm.cache.store import Lease
 from chiasm.errors import Unavailable
 from tests.cache.arenas import KIB, entry, key, same
