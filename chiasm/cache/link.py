@@ -9,6 +9,7 @@ It knows commands and replies, and no entry.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -22,6 +23,8 @@ from chiasm.cache.values import Nonsense, TooLong, Values
 
 _CONNECTIONS = 8
 """Exchanges at a time. Further ones wait, and their time runs."""
+
+_log = logging.getLogger(__name__)
 
 FAILURES: Final = ("timeout", "connection", "too_long", "unasked")
 """Why there was no reply: too late, no connection or a broken one, more of it than there was room for, or not asked
@@ -72,10 +75,17 @@ class Link:
         if isinstance(replies, str):
             self.failures[replies] += 1
         if isinstance(replies, str) and replies != "too_long":
-            self.breaker.failed()
+            if self.breaker.failed():
+                _log.warning(
+                    "the shared store is left alone until it answers", extra={"why": replies, "trouble": self.trouble}
+                )
         else:
             self.breaker.succeeded()
         return None if isinstance(replies, str) else replies
+
+    def limit(self, nbytes: int) -> float:
+        """Seconds that an exchange may take that moves so many bytes."""
+        return self._timeout + nbytes / self._rate
 
     async def close(self) -> None:
         await self.breaker.close()
@@ -89,7 +99,7 @@ class Link:
     async def _try(self, commands: Sequence[Command], nbytes: int, values: Values | None) -> list[Reply] | str:
         """The replies, or which of `FAILURES` it was."""
         try:
-            async with asyncio.timeout(self._timeout + nbytes / self._rate), self._turns:
+            async with asyncio.timeout(self.limit(nbytes)), self._turns:
                 return await self._exchange(commands, values)
         except TimeoutError:
             self.trouble = "no answer in time"

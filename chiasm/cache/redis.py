@@ -45,7 +45,7 @@ REJECTIONS: Final = ("manifest", "key", "size", "type", "chunk_missing", "chunk_
 something else under the name; a value is gone, or of another length."""
 
 _MARGIN = 30.0
-"""Seconds that values outlast their manifest: more than any put takes."""
+"""Seconds that values outlast their manifest, beside those that writing them may take."""
 
 _OK = b"OK"
 
@@ -112,19 +112,21 @@ class RedisStore:
             return self._refuse("owner_budget")
         seconds = self._ttl if lease is None else max(self._ttl, lease.seconds)
         chunks = self._chunks(manifest)
+        outlast = _ms(seconds + _MARGIN + self.link.limit(sealed.size))
         replies = await self.link.ask(
             *(
-                ("SET", name, payload[index * CHUNK_BYTES :][:CHUNK_BYTES], "PX", _ms(seconds + _MARGIN))
+                ("SET", name, payload[index * CHUNK_BYTES :][:CHUNK_BYTES], "PX", outlast)
                 for index, name in enumerate(chunks)
             ),
             nbytes=sealed.size,
         )
         self._step("chunks put")
-        if replies is not None and all(reply == _OK for reply in replies):
+        kept = [name for name, reply in zip(chunks, replies or (), strict=False) if reply == _OK]
+        if replies is not None and len(kept) == len(chunks):
             replies = await self.link.ask(("SET", self._name(key), manifest.pack(), "PX", _ms(seconds)))
         if replies is None or any(reply != _OK for reply in replies):
-            if replies is not None and chunks:  # it answers: what it took of this one need not stay
-                await self.link.ask(("UNLINK", *chunks))
+            if replies is not None and await self._take_back(kept):
+                self._account.give_back(owner, sealed.size)
             return self._refuse(_reason(replies))
         self._counts["puts"] += 1
         return InRedis(manifest.write_id, manifest.chunks)
@@ -256,6 +258,11 @@ class RedisStore:
             self.rejected["chunk_missing"] += 1
             return None
         return manifest
+
+    async def _take_back(self, names: Sequence[str]) -> bool:
+        """Takes values away that need not stay. Returns whether they are gone."""
+        replies = await self.link.ask(("UNLINK", *names)) if names else [0]
+        return replies is not None and isinstance(replies[0], int)
 
     def _refuse(self, reason: str) -> Elsewhere:
         self.refused[reason] += 1

@@ -71,7 +71,8 @@ class TieredStore:
         shared: bool = False,
     ) -> Place:
         """As `EntryStore.put`. An entry that is to be shared needs only one of both, and is announced where those read
-        it who share the far one; where it lies near they find it all the same.
+        it who share the far one; where it lies near they find it all the same. It is not pinned near: who would give
+        that pin back has another store.
 
         Raises Overloaded as the near store does, if the far one has not got it either.
         """
@@ -81,7 +82,7 @@ class TieredStore:
         place: Place = Elsewhere()
         full: Overloaded | None = None
         try:
-            place = await self.near.put(sealed, key, lease=lease, owner=owner)
+            place = await self.near.put(sealed, key, lease=None if shared else lease, owner=owner)
         except Overloaded as error:
             full = error
         if shared or self._policy is WritePolicy.THROUGH:

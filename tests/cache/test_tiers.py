@@ -12,7 +12,7 @@ import pytest
 from chiasm.cache.behind import Behind
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import Elsewhere, InArena, InMemory, InRedis
-from chiasm.cache.store import Lease
+from chiasm.cache.store import Lease, Pinned
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.errors import Overloaded
 from tests.cache.arenas import KIB, entry, key, same
@@ -204,12 +204,16 @@ class Held:
         self._method = method
         self.called = asyncio.Event()
         self.free = asyncio.Event()
+        self.returned = asyncio.Event()  # from one call, the first or another
 
     async def __call__(self, *arguments: Any, **named: Any) -> Any:
         if not self.called.is_set():
             self.called.set()
             await self.free.wait()
-        return await self._method(*arguments, **named)
+        try:
+            return await self._method(*arguments, **named)
+        finally:
+            self.returned.set()
 
 
 async def until_both_wait() -> None:
@@ -248,8 +252,7 @@ async def test_of_two_that_are_written_to_one_key_the_later_is_there_in_the_end(
         putting = asyncio.create_task(made.put(second, key("a"), shared=shared))
         other = asyncio.create_task(made.put(first, key("b")))
         await other
-        while not server.names(f"chiasm:entry:{key('b').hex()}"):  # the other writer has nothing else to do
-            await asyncio.sleep(0.001)
+        await held.returned.wait()  # the other writer has nothing else to do
         held.free.set()
         await putting
         await made.behind.settled()
@@ -276,6 +279,15 @@ async def test_what_is_read_from_far_does_not_replace_what_happened_near_meanwhi
         held.free.set()
         assert same(await reading, old)
         assert same(await other.near.get(key("a")), new) if what == "put" else await other.near.get(key("a")) is None
+
+
+async def test_what_is_announced_far_is_not_pinned_near(server: RedisServer) -> None:
+    async with tiers(server) as made:
+        assert isinstance(await made.put(entry(100 * KIB), key("a"), lease=Lease.of(60.0), shared=True), InRedis)
+        assert isinstance(pinned := await made.pin(key("a"), Lease.of(60.0), shared=True), Pinned)
+        assert isinstance(pinned.place, InRedis)
+        assert made.stats().pinned_bytes == 0
+        assert await made.near.get(key("a")) is not None
 
 
 async def test_a_flush_drops_what_waits_to_be_written(server: RedisServer) -> None:
