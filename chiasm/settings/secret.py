@@ -30,7 +30,8 @@ def read_secret(path: Path) -> bytes:
 
 
 def read_password(path: Path) -> str:
-    """What a file holds, without the end of its line. Raises SettingsError as `read_secret` does, and for an empty one."""
+    """What a file holds, without the end of its line. Raises SettingsError as `read_secret` does, and where that is
+    nothing."""
     text = _private(path, "write it there, and let nobody else read it").removesuffix("\n").removesuffix("\r")
     if not text:
         raise SettingsError("a password is empty", str(path), "write it there")
