@@ -26,9 +26,12 @@ _CONNECTIONS = 8
 
 _log = logging.getLogger(__name__)
 
-FAILURES: Final = ("timeout", "connection", "too_long", "unasked")
-"""Why there was no reply: too late, no connection or a broken one, more of it than there was room for, or not asked
-because the breaker was open."""
+FAILURES: Final = ("timeout", "connection", "too_long", "busy", "unasked")
+"""Why there was no reply: too late, no connection or a broken one, more of it than there was room for, or not asked:
+because others of this process had all connections for as long, or because the breaker was open."""
+
+_SERVERS: Final = ("timeout", "connection")
+"""Those of which the server, or the way to it, is the cause."""
 
 
 class Link:
@@ -74,12 +77,12 @@ class Link:
         replies = await self._try(commands, nbytes, values)
         if isinstance(replies, str):
             self.failures[replies] += 1
-        if isinstance(replies, str) and replies != "too_long":
+        if replies in _SERVERS:
             if self.breaker.failed():
                 _log.warning(
                     "the shared store is left alone until it answers", extra={"why": replies, "trouble": self.trouble}
                 )
-        else:
+        elif replies != "busy":
             self.breaker.succeeded()
         return None if isinstance(replies, str) else replies
 
@@ -98,10 +101,15 @@ class Link:
 
     async def _try(self, commands: Sequence[Command], nbytes: int, values: Values | None) -> list[Reply] | str:
         """The replies, or which of `FAILURES` it was."""
+        asked = False
         try:
             async with asyncio.timeout(self.limit(nbytes)), self._turns:
+                asked = True
                 return await self._exchange(commands, values)
         except TimeoutError:
+            if not asked:
+                self.trouble = "no connection was free in time"
+                return "busy"
             self.trouble = "no answer in time"
             return "timeout"
         except TooLong as error:

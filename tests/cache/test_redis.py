@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -390,3 +390,15 @@ def test_a_store_is_named_by_where_it_is_and_not_by_who_asks() -> None:
 def test_a_server_does_not_show_its_password() -> None:
     assert "hidden" not in repr(Server("redis://host", "hidden"))
     assert "hidden" not in str(Server("redis://host", "hidden"))
+
+
+async def test_who_waits_too_long_for_a_connection_misses_and_does_not_blame_the_server(server: RedisServer) -> None:
+    link = Link(Server(server.url), sentinel="s", timeout=0.05)
+    async with AsyncExitStack() as held:
+        for _ in range(8):
+            await held.enter_async_context(link._turns)
+        for _ in range(4):
+            assert await link.ask(("GET", "a")) is None
+    assert link.failures["busy"] == 4 and link.breaker.opened == 0
+    assert await link.ask(("GET", "a"), nbytes=100_000_000) == [None]
+    await link.close()
