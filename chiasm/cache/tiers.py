@@ -59,6 +59,7 @@ class TieredStore:
         self._near_name = near_name
         self._fetching: dict[EntryKey, asyncio.Task[Sealed | None]] = {}
         self._overtaken: set[EntryKey] = set()  # of those, the ones that were put, or forgotten, since they began
+        self._arriving: set[EntryKey] = set()  # and the ones that are being put near
         self._counts = dict.fromkeys(("puts", "hits", "misses", "refusals"), 0)
 
     async def put(
@@ -78,7 +79,7 @@ class TieredStore:
         """
         far = partial(self.far.put, sealed, key, lease=lease, owner=owner, shared=shared)
         self.behind.forget(key)
-        self._overtake(key)
+        await self._overtake(key)
         place: Place = Elsewhere()
         full: Overloaded | None = None
         try:
@@ -137,7 +138,7 @@ class TieredStore:
     async def discard(self, key: EntryKey) -> None:
         """Whatever is on its way to either store is there before it is forgotten, or does not arrive."""
         self.behind.forget(key)
-        self._overtake(key)
+        await self._overtake(key)
         await self.near.discard(key)
         await self.behind.written(key)
         await self.far.discard(key)
@@ -146,7 +147,8 @@ class TieredStore:
         """Forgets what is not pinned near, everything far, and what is on its way to either. Raises what either raises;
         the other is flushed all the same."""
         self.behind.clear()
-        self._overtaken.update(self._fetching)
+        for key in list(self._fetching):
+            await self._overtake(key)
         try:
             await self.near.flush()
         finally:
@@ -197,16 +199,22 @@ class TieredStore:
         self._fetching.pop(key, None)
         self._overtaken.discard(key)
 
-    def _overtake(self, key: EntryKey) -> None:
-        """What is being read from far is not to be put near any more."""
-        if key in self._fetching:
+    async def _overtake(self, key: EntryKey) -> None:
+        """What is being read from far is near when this returns, or is not put there any more."""
+        if key in self._arriving:
+            await asyncio.wait([self._fetching[key]])
+        elif key in self._fetching:
             self._overtaken.add(key)
 
     async def _promote(self, key: EntryKey, owner: bytes, place: InRedis | None) -> Sealed | None:
         sealed = await self.far.get(key, place)
         if sealed is not None and key not in self._overtaken:
-            with suppress(Overloaded):
-                await self.near.put(sealed, key, owner=owner)
+            self._arriving.add(key)
+            try:
+                with suppress(Overloaded):
+                    await self.near.put(sealed, key, owner=owner)
+            finally:
+                self._arriving.discard(key)
         return sealed
 
     def _count(self, found: bool) -> None:

@@ -259,24 +259,29 @@ async def test_of_two_that_are_written_to_one_key_the_later_is_there_in_the_end(
         assert same(await made.far.get(key("a")), second)
 
 
+@pytest.mark.parametrize("while_it", ["is read", "arrives"])
 @pytest.mark.parametrize("what", ["put", "discard", "flush"])
 async def test_what_is_read_from_far_does_not_replace_what_happened_near_meanwhile(
-    what: str, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    what: str, while_it: str, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = entry(100 * KIB, 1), entry(100 * KIB, 2)
     async with tiers(server) as one, tiers(server) as other:
         await one.put(old, key("a"))
-        held = Held(lambda *arguments: asyncio.sleep(0, old))
-        monkeypatch.setattr(other.far, "get", held)
+        if while_it == "is read":
+            held = Held(lambda *arguments: asyncio.sleep(0, old))
+            monkeypatch.setattr(other.far, "get", held)
+        else:
+            held = Held(other.near.put)
+            monkeypatch.setattr(other.near, "put", held)
         reading = asyncio.create_task(other.get(key("a")))
         await held.called.wait()
-        if what == "put":
-            await other.put(new, key("a"))
-        elif what == "discard":
-            await other.discard(key("a"))
-        else:
-            await other.flush()
+        happening = {"put": other.put(new, key("a")), "discard": other.discard(key("a")), "flush": other.flush()}
+        doing = asyncio.ensure_future(happening.pop(what))
+        for unused in happening.values():
+            unused.close()
+        await until_both_wait()
         held.free.set()
+        await doing
         assert same(await reading, old)
         assert same(await other.near.get(key("a")), new) if what == "put" else await other.near.get(key("a")) is None
 
