@@ -62,7 +62,8 @@ class RedisStore:
         namespace: what every name begins with: letters, digits, `.`, `_` and `-`.
         ttl: seconds that an entry is kept after it was last put or pinned.
         entry_bytes: of one entry, at most. A larger one is not sent, and not believed when it is announced.
-        owner_bytes: that this process writes for one owner within `ttl`, at most; None for no bound.
+        owner_bytes: that this process writes for one owner within `ttl`, at most; None for no bound. `NOBODY` has none
+            in any case.
         clock: seconds, monotonic.
         step: is told what was done last. For tests that break something there.
 
@@ -108,7 +109,8 @@ class RedisStore:
         manifest = Manifest(key, secrets.token_bytes(16), payload.nbytes, sealed.header, sealed.tag)
         if sealed.size > self._entry_bytes or not manifest.fits:
             return self._refuse("entry_budget")
-        if self.link.breaker.closed and not self._account.take(owner, sealed.size):
+        bounded = owner != NOBODY
+        if self.link.breaker.closed and not self._account.take(owner, sealed.size, bounded=bounded):
             return self._refuse("owner_budget")
         seconds = self._ttl if lease is None else max(self._ttl, lease.seconds)
         chunks = self._chunks(manifest)

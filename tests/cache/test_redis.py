@@ -200,6 +200,7 @@ async def test_an_owner_gets_no_more_than_its_budget_from_one_writer(server: Red
         assert isinstance(await made.put(entry(40 * KIB), key("c"), owner=b"another!"), InRedis)
         assert made.refused["owner_budget"] == 1
         assert made.stats().bytes == 120 * KIB
+        assert isinstance(await made.put(entry(200 * KIB), key("d")), InRedis), "which is charged to nobody"
 
 
 async def test_a_refused_value_leaves_nothing_behind(server: RedisServer) -> None:
