@@ -30,10 +30,10 @@ class Account:
         self._bytes: Counter[bytes] = Counter()
         self._entries: Counter[bytes] = Counter()
 
-    def take(self, owner: bytes, nbytes: int) -> bool:
-        """Enters one entry of so many bytes, unless its owner would then have more than the budget."""
+    def take(self, owner: bytes, nbytes: int, *, bounded: bool = True) -> bool:
+        """Enters one entry of so many bytes, unless its owner is bounded and would then have more than the budget."""
         number = self._forget()
-        if self._budget is not None and self._bytes[owner] + nbytes > self._budget:
+        if bounded and self._budget is not None and self._bytes[owner] + nbytes > self._budget:
             return False
         if not self._spans or self._spans[-1][0] != number:
             self._spans.append((number, Counter(), Counter()))
@@ -41,6 +41,14 @@ class Account:
         for book, added in ((sizes, nbytes), (self._bytes, nbytes), (counts, 1), (self._entries, 1)):
             book[owner] += added
         return True
+
+    def give_back(self, owner: bytes, nbytes: int) -> None:
+        """Strikes out an entry that was taken just now, and is not there after all."""
+        for _, sizes, counts in reversed(self._spans):
+            if sizes[owner] >= nbytes and counts[owner]:
+                for book, added in ((sizes, nbytes), (self._bytes, nbytes), (counts, 1), (self._entries, 1)):
+                    book[owner] -= added
+                return
 
     @property
     def bytes(self) -> int:

@@ -20,9 +20,10 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 
 from chiasm.cache.columns import Array
-from chiasm.cache.ledger import Extent, Ledger, Step, Totals
+from chiasm.cache.ledger import Ledger, Totals
 from chiasm.cache.pins import Pin
 from chiasm.cache.place import InArena, Place
+from chiasm.cache.records import Extent, Step
 from chiasm.cache.region import HEADER_BYTES, Region
 from chiasm.cache.sealed import EntryKey, Sealed
 from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats
@@ -50,7 +51,7 @@ class ArenaStore:
         ttl: seconds after which an entry that nobody has used or pinned since is a miss; None for never.
         clock: seconds, monotonic, the same for all processes.
         patience: seconds to wait for a lock that another process holds.
-        step: see `chiasm.cache.ledger.Step`.
+        step: see `chiasm.cache.records.Step`.
     """
 
     def __init__(

@@ -29,11 +29,13 @@ class Behind:
         self._writers = writers
         self._waiting: OrderedDict[EntryKey, tuple[int, Callable[[], Awaitable[object]]]] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
+        self._making: dict[EntryKey, asyncio.Future[None]] = {}  # under which something is being written
         self.bytes = 0
         self.dropped = 0
 
     def add(self, key: EntryKey, nbytes: int, write: Callable[[], Awaitable[object]]) -> None:
-        """Has something written soon, in place of what still waits under the same key; or drops it."""
+        """Has something written soon, in place of what still waits under the same key, and after what is being written
+        there; or drops it."""
         self.forget(key)
         if self.bytes + nbytes > self._budget:
             self.dropped += 1
@@ -50,6 +52,21 @@ class Behind:
         nbytes, _ = self._waiting.pop(key, (0, None))
         self.bytes -= nbytes
 
+    def clear(self) -> None:
+        """Takes back all that waits."""
+        for key in list(self._waiting):
+            self.forget(key)
+
+    async def written(self, key: EntryKey) -> None:
+        """Returns when what is being written under a key, if anything is, has been."""
+        if (made := self._making.get(key)) is not None:
+            await asyncio.wait([made])
+
+    async def paused(self) -> None:
+        """Returns when what is being written now has been."""
+        if self._making:
+            await asyncio.wait(list(self._making.values()))
+
     async def settled(self) -> None:
         """Returns when nothing waits and nothing is being written."""
         while self._running:
@@ -57,15 +74,18 @@ class Behind:
 
     async def close(self) -> None:
         """Drops what waits and what is being written."""
-        self._waiting.clear()
+        self.clear()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self) -> None:
-        while self._waiting:
-            _, (nbytes, write) = self._waiting.popitem(last=False)
+        while (key := next((key for key in self._waiting if key not in self._making), None)) is not None:
+            nbytes, write = self._waiting.pop(key)
+            self._making[key] = made = asyncio.get_running_loop().create_future()
             try:
                 await write()
             finally:
                 self.bytes -= nbytes
+                del self._making[key]
+                made.set_result(None)

@@ -1,13 +1,9 @@
 """Which bytes of a region are whose: records of entries, pins, and the room that is left between them.
 
 Everything is in the region, as arrays over it, and zero bytes are an empty ledger. There is no list of free room: it is
-what no record covers. A record is filled first and becomes one by its state, last; it ends by its state, first. So a
-process that is killed between any two instructions leaves a ledger that is right, and at worst a record that is being
-written by nobody, which the next who needs room takes back. What is written over it by others may lose entries; it
-leads nobody out of the region.
-
-A generation names one writing of one entry for ever: a serial number that only grows, and the number of the record in
-its lowest bits, so that a place is found without a search and a place given away is known for one.
+what no record covers (`chiasm.cache.records`). A process that is killed between any two instructions leaves a ledger
+that is right, and at worst a record that is being written by nobody, which the next who needs room takes back. What is
+written over it by others may lose entries; it leads nobody out of the region.
 
 Methods marked *locked* are called by who holds the region's lock. The others may be called at any time: what they read
 may be gone when they return, and `holds` says so.
@@ -25,38 +21,14 @@ import numpy as np
 from chiasm.cache.columns import ALIGNMENT, Array, Carver, aligned
 from chiasm.cache.order import ByStart
 from chiasm.cache.pins import Pin, Pins
+from chiasm.cache.records import FREE, MOST, OTHERS, READY, WRITING, Extent, Records, Step, record_of
 from chiasm.cache.room import make_room
 from chiasm.cache.store import NOBODY, full
 
-_FREE, _WRITING, _READY = 0, 1, 2
-_BITS = 16  # of a generation that number the record
-_SERIAL, _RECORDS, _REPLACEMENTS = 0, 1, 2  # counters: the last serial; records ever used; entries ever replaced
-_PUTS, _EVICTIONS, _ASKED, _FOUND = 3, 4, 5, 6  # and of all processes since the region was made: see `Totals`
+_PUTS, _EVICTIONS, _ASKED, _FOUND = range(OTHERS, OTHERS + 4)  # of all processes since the region was made
+
 _FIRST: Final = -(1 << 62)
 """When it was used, for one that goes before all others."""
-
-Step = Callable[[str], None]
-"""Is told what is done next. For tests that stop or kill a process there."""
-
-
-class Extent(NamedTuple):
-    """One writing of one entry, and the bytes that are its own: `[start, start + size)` of the data, payload first."""
-
-    generation: int
-    start: int
-    payload: int
-    header: int
-    tag: int
-
-    @property
-    def record(self) -> int:
-        """The number of its record."""
-        return _record(self.generation)
-
-    @property
-    def size(self) -> int:
-        """Bytes charged for it."""
-        return aligned(self.payload + self.header + self.tag)
 
 
 class Usage(NamedTuple):
@@ -103,20 +75,9 @@ class Ledger:
         ttl: int | None = None,
         step: Step = lambda name: None,
     ) -> None:
-        count = min(max(body.nbytes // (16 << 10), 1 << 10), 1 << _BITS)
+        count = min(max(body.nbytes // (16 << 10), 1 << 10), MOST)
         carve = Carver(body)
-        self._counters = carve(np.uint64, 8)
-        self._state = carve(np.uint8, count)
-        self._writer = carve(np.uint32, count)
-        self._generation = carve(np.uint64, count)
-        self._key = carve(np.uint64, 4, count)
-        self._start = carve(np.uint64, count)
-        self._payload = carve(np.uint64, count)
-        self._header = carve(np.uint64, count)
-        self._tag = carve(np.uint64, count)
-        self._size = carve(np.uint64, count)
-        self._owner = carve(np.uint64, count)
-        self._used = carve(np.int64, count)  # when it was last asked for
+        self._records = records = Records(carve, count, step)
         self._pins = Pins(carve, count)
         self.offset = carve.offset
         self.capacity = (body.nbytes - carve.offset) // ALIGNMENT * ALIGNMENT
@@ -124,32 +85,24 @@ class Ledger:
         self.owner_budget = self.capacity if owner_budget is None else min(owner_budget, self.capacity)
         self.evictions = 0
         self._ttl = ttl
-        self._by_start = ByStart(self._generation, self._start, self._size, self.capacity)
+        self._by_start = ByStart(records.generation, records.start, records.size, self.capacity)
         self._step = step
 
     def find(self, key: bytes, *, now: int) -> Extent | None:
-        """The entry under a key. If a writer died while it replaced one there may be two; the newer one counts."""
-        while True:
-            replacements = int(self._counters[_REPLACEMENTS])
-            found = max(self._entries(key), default=None)
-            # One that is replaced just now may be missed in both its places: seen too late in the old, too early in
-            # the new.
-            if found is not None or replacements == self._counters[_REPLACEMENTS]:
-                return self._fresh(found, now)
+        """The entry under a key, the newest."""
+        return self._fresh(self._records.find(key), now)
 
     def at(self, generation: int, key: bytes, *, now: int) -> Extent | None:
         """The entry of that generation, if it is still there and under that key."""
-        record = _record(generation)
-        extent = self._look(record, key) if record < self._state.size else None
-        return self._fresh(extent, now) if extent is not None and extent.generation == generation else None
+        return self._fresh(self._records.at(generation, key), now)
 
     def holds(self, extent: Extent) -> bool:
         """Whether an entry still is where it was."""
-        return self._ready(extent.record, extent.generation)
+        return self._records.is_in(extent, READY)
 
     def touch(self, extent: Extent, *, now: int) -> None:
         """Makes it the most recently used one."""
-        self._used[extent.record] = now
+        self._records.used[extent.record] = now
 
     def reserve(
         self,
@@ -178,59 +131,48 @@ class Ledger:
         row = None if pin is None else self._pins.free_row(now)
         for victim in room.victims:
             self._step("evicting")
-            self._state[victim] = _FREE
+            self._records.state[victim] = FREE
         self.evictions += room.evictions
-        self._count(_EVICTIONS, room.evictions)
+        self._records.add(_EVICTIONS, room.evictions)
 
-        record = self._free_record()
+        record = self._records.free()
         assert record is not None, "a victim leaves one"
         self._step("reserving")
-        self._count(_SERIAL)
-        generation = self._serial << _BITS | record
-        extent = Extent(generation, room.start, payload, header, tag)
-        self._generation[record] = generation
-        self._key[:, record] = _words(key)
-        self._start[record] = extent.start
-        self._payload[record], self._header[record], self._tag[record] = payload, header, tag
-        self._size[record] = needed
-        self._writer[record] = writer
-        self._owner[record] = _owner(owner)
-        self._used[record] = now
-        self._counters[_RECORDS] = max(int(self._counters[_RECORDS]), record + 1)
+        sizes = (payload, header, tag)
+        extent = self._records.fill(record, room.start, sizes, key, writer=writer, owner=_owner(owner), now=now)
         self._step("reserved")
-        self._state[record] = _WRITING
+        self._records.state[record] = WRITING
         if pin is not None and row is not None:
             self._step("pinning")
-            self._pins.set(row, pin, generation)
+            self._pins.set(row, pin, extent.generation)
         return extent
 
     def publish(self, extent: Extent, *, now: int) -> None:
         """*Locked.* Makes a written entry readable, in place of those of the same key, whose pins it takes on."""
-        record = extent.record
-        assert self._generation[record] == extent.generation and self._state[record] == _WRITING, "not the writer's"
-        predecessors = self._entries(self._key[:, record].tobytes())
+        records, record = self._records, extent.record
+        assert records.is_in(extent, WRITING), "not the writer's"
+        predecessors = records.entries(records.key[:, record].tobytes())
         self._step("publishing")
-        self._used[record] = now
-        self._state[record] = _READY
-        self._count(_PUTS)
-        self._count(_REPLACEMENTS, len(predecessors))  # before the first goes: see `find`
+        records.used[record] = now
+        records.state[record] = READY
+        records.add(_PUTS)
+        records.replaces(len(predecessors))  # before the first goes
         for old in predecessors:
             self._step("replacing")
             self._pins.hand_on(old.generation, extent.generation)
-            self._state[old.record] = _FREE
+            records.state[old.record] = FREE
 
     def abandon(self, extent: Extent) -> None:
         """Gives back what its writer will not publish. Nobody else touches what is being written."""
-        record = extent.record
-        if self._generation[record] == extent.generation and self._state[record] == _WRITING:
-            self._state[record] = _FREE
+        if self._records.is_in(extent, WRITING):
+            self._records.state[extent.record] = FREE
 
     def reclaim(self, alive: Callable[[int], bool]) -> None:
         """*Locked.* Frees what dead writers have left half-written."""
-        for record in np.flatnonzero(self._state[: self._records_used] == _WRITING):
-            if not alive(int(self._writer[record])):
+        for record in np.flatnonzero(self._state == WRITING):
+            if not alive(int(self._records.writer[record])):
                 self._step("reclaiming")
-                self._state[record] = _FREE
+                self._state[record] = FREE
 
     def pin(self, key: bytes, pin: Pin, *, now: int) -> Extent | None:
         """*Locked.* Pins the entry under a key. One that already has a pin of that name keeps it for longer.
@@ -238,9 +180,9 @@ class Ledger:
         Raises Overloaded CACHE_FULL if there is no room for another pin.
         """
         extent = self.find(key, now=now)
-        self._count(_ASKED)
+        self._records.add(_ASKED)
         if extent is not None:
-            self._count(_FOUND)
+            self._records.add(_FOUND)
             mine = [row for row, generation in self._pins.named(pin.id) if generation == extent.generation]
             self._pins.set(mine[0] if mine else self._pins.free_row(now), pin, extent.generation)
             self.touch(extent, now=now)
@@ -249,111 +191,66 @@ class Ledger:
     def unpin(self, key: bytes, pin_id: bytes) -> None:
         """*Locked.* Ends a pin of one entry, if there is one."""
         for row, generation in self._pins.named(pin_id):
-            record = _record(generation)
-            gone = not self._is(record, generation) or self._state[record] == _FREE
-            if gone or self._key[:, record].tobytes() == key:
+            record = record_of(generation)
+            gone = not self._records.has(generation) or self._records.state[record] == FREE
+            if gone or self._records.key[:, record].tobytes() == key:
                 self._pins.end(row)
 
     def discard(self, key: bytes) -> None:
         """*Locked.* Forgets an entry, pinned or not."""
-        for extent in self._entries(key):
-            self._state[extent.record] = _FREE
+        for extent in self._records.entries(key):
+            self._state[extent.record] = FREE
             self._pins.end_all(extent.generation)
 
     def flush(self, *, now: int) -> None:
         """*Locked.* Forgets every entry that is not pinned."""
-        state = self._state[: self._records_used]
-        state[(state == _READY) & ~self._pinned(now)[: state.size]] = _FREE
+        state = self._state
+        state[(state == READY) & ~self._pinned(now)[: state.size]] = FREE
 
     def usage(self, *, now: int) -> Usage:
         """What is there, to the byte while nobody else is at it."""
-        used = self._records_used
-        state = self._state[:used].copy()
-        sizes = self._size[:used]
+        state = self._state.copy()
+        sizes, pinned = self._records.size[: state.size], self._pinned(now)[: state.size]
         return Usage(
-            entries=int(np.count_nonzero(state == _READY)),
-            bytes=int(sizes[state != _FREE].sum()),
-            pinned_bytes=int(sizes[(state != _FREE) & self._pinned(now)[:used]].sum()),
+            entries=int(np.count_nonzero(state == READY)),
+            bytes=int(sizes[state != FREE].sum()),
+            pinned_bytes=int(sizes[(state != FREE) & pinned].sum()),
         )
 
     def totals(self) -> Totals:
         """To the one while nobody is killed just then."""
-        return Totals(*(int(self._counters[number]) for number in (_PUTS, _EVICTIONS, _ASKED, _FOUND)))
+        return Totals(*map(self._records.counted, (_PUTS, _EVICTIONS, _ASKED, _FOUND)))
 
     def extents(self) -> list[Extent]:
         """Everything there is, what is being written too. For tests and for people."""
-        return [self._extent(int(record)) for record in np.flatnonzero(self._state[: self._records_used] != _FREE)]
+        return [self._records.extent(int(record)) for record in np.flatnonzero(self._state != FREE)]
 
     @property
-    def _records_used(self) -> int:
-        return min(int(self._counters[_RECORDS]), self._state.size)
-
-    @property
-    def _serial(self) -> int:
-        return int(self._counters[_SERIAL]) % (1 << 64 - _BITS)
-
-    def _count(self, counter: int, count: int = 1) -> None:
-        self._counters[counter] = (int(self._counters[counter]) + count) % (1 << 64)
-
-    def _is(self, record: int, generation: int) -> bool:
-        in_table = record == _record(generation) and record < self._state.size
-        return in_table and bool(self._generation[record] == generation)
-
-    def _entries(self, key: bytes) -> list[Extent]:
-        alike = np.flatnonzero(self._key[0, : self._records_used] == _words(key)[0])
-        return [extent for record in alike if (extent := self._look(int(record), key)) is not None]
-
-    def _look(self, record: int, key: bytes) -> Extent | None:
-        """A record as it is, if it is an entry of that key. Asked before and after, so that nothing is half of one
-        entry and half of the next."""
-        self._step("looking")
-        generation = int(self._generation[record])
-        if not self._ready(record, generation):
-            return None
-        extent = self._extent(record)
-        same = self._key[:, record].tobytes() == key
-        return extent if same and self._ready(record, generation) else None
-
-    def _ready(self, record: int, generation: int) -> bool:
-        return self._is(record, generation) and bool(self._state[record] == _READY)
-
-    def _extent(self, record: int) -> Extent:
-        fields = (self._generation, self._start, self._payload, self._header, self._tag)
-        return Extent(*(int(field[record]) for field in fields))
+    def _state(self) -> Array:
+        """Of the records that were ever used."""
+        return self._records.state[: self._records.count]
 
     def _fresh(self, extent: Extent | None, now: int) -> Extent | None:
         """An entry that was used, or is pinned, within the time after which it is not found any more."""
-        if extent is None or self._ttl is None or now - int(self._used[extent.record]) <= self._ttl:
+        if extent is None or self._ttl is None or now - int(self._records.used[extent.record]) <= self._ttl:
             return extent
         return extent if extent.generation in self._pins.held(now) else None
 
-    def _free_record(self) -> int | None:
-        used = self._records_used
-        free = np.flatnonzero(self._state[:used] == _FREE)
-        if free.size:
-            return int(free[0])
-        return used if used < self._state.size else None
-
     def _pinned(self, now: int) -> Array:
         """(records,) bool."""
-        generations = self._pins.held(now)
-        records = (generations % np.uint64(1 << _BITS)).astype(np.int64)
-        generations, records = generations[records < self._state.size], records[records < self._state.size]
-        pinned = np.zeros(self._state.size, bool)
-        pinned[records[self._generation[records] == generations]] = True
-        return pinned
+        return self._records.those(self._pins.held(now))
 
-    def _room(self, needed: int, key: bytes, owner: np.uint64, budget: int, now: int) -> _Room | None:
+    def _room(self, needed: int, key: bytes, owner: int, budget: int, now: int) -> _Room | None:
         """A place for `needed` bytes and the records that are in the way there, or None."""
-        state = self._state[: self._records_used]
+        state = self._state
         order = self._by_start
-        order.bring_up(state != _FREE, self._serial + 1 << _BITS)
+        order.bring_up(state != FREE, self._records.next_generations())
         there = order.records
-        replaced = [extent.record for extent in self._entries(key)]
+        replaced = [extent.record for extent in self._records.entries(key)]
 
         def candidates() -> tuple[Array, Array]:
-            going = (state == _READY) & ~self._pinned(now)[: state.size]
-            age = self._used[there]
+            going = (state == READY) & ~self._pinned(now)[: state.size]
+            age = self._records.used[there]
             for record in replaced:
                 age[there == record] = _FIRST  # what is replaced goes before the oldest
             return going[there], age
@@ -364,13 +261,13 @@ class Ledger:
             candidates,
             needed=needed,
             capacity=self.capacity,
-            own=self._owner[there] == owner if budget < self.capacity else None,
+            own=self._records.owner[there] == np.uint64(owner) if budget < self.capacity else None,
             share=budget,
         )
         if room is None:
             return None
         gone = there[room.gone].tolist()
-        if not gone and self._free_record() is None:  # room, but no record to say so
+        if not gone and self._records.free() is None:  # room, but no record to say so
             going, age = candidates()
             if not going.any():
                 return None
@@ -385,14 +282,5 @@ class _Room(NamedTuple):
     """Of the victims, those that are not replaced."""
 
 
-def _words(key: bytes) -> Array:
-    assert len(key) == 32, len(key)
-    return np.frombuffer(key, np.uint64)
-
-
-def _owner(owner: bytes) -> np.uint64:
-    return np.uint64(int.from_bytes(owner, "little"))
-
-
-def _record(generation: int) -> int:
-    return generation % (1 << _BITS)
+def _owner(owner: bytes) -> int:
+    return int.from_bytes(owner, "little")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from chiasm.cache.columns import ALIGNMENT
-from chiasm.cache.ledger import Extent, Ledger, Totals
+from chiasm.cache.ledger import Ledger, Totals
 from chiasm.cache.pins import Pin
+from chiasm.cache.records import Extent
 from chiasm.cache.store import NOBODY
 from chiasm.errors import Overloaded
 from tests.cache.arenas import key
