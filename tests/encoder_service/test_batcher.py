@@ -84,6 +84,22 @@ def test_a_tenant_whose_entries_find_no_room_waits_alone() -> None:
     assert queue.take() == [a[1]]
 
 
+def test_a_tenant_of_which_nothing_was_queued_waits_for_room_too() -> None:
+    queue = batcher()
+    share = queue.share(b"a")
+    put(queue, share, 2)
+    first, second = queue.take()
+    queue.hold(first)
+    queue.hold(second)
+    later, other = put(queue, share, 1), put(queue, queue.share(b"b"), 1)
+    assert queue.take() == other
+    queue.go_on(first)
+    assert queue.take() == [], "another entry of it has no room yet"
+    queue.go_on(second)
+    assert queue.take() == later
+    assert not queue._tenants and not len(queue._sharers)
+
+
 def test_equal_grids_lie_side_by_side_in_a_pass() -> None:
     queue = batcher(max_patches=1000)
     share = queue.share(b"a")
