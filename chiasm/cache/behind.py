@@ -8,8 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from chiasm.cache.sealed import EntryKey
+
+
+class _Write(NamedTuple):
+    nbytes: int
+    make: Callable[[], Awaitable[object]]
+    over: asyncio.Future[None]  # cancelled, however it ended
 
 
 class Behind:
@@ -27,7 +34,8 @@ class Behind:
     def __init__(self, budget: int, *, writers: int = 2) -> None:
         self._budget = budget
         self._writers = writers
-        self._waiting: OrderedDict[EntryKey, tuple[int, Callable[[], Awaitable[object]]]] = OrderedDict()
+        self._waiting: OrderedDict[EntryKey, _Write] = OrderedDict()
+        self._writing: dict[EntryKey, _Write] = {}  # the last that was begun under each key
         self._running: set[asyncio.Task[None]] = set()
         self.bytes = 0
         self.dropped = 0
@@ -39,7 +47,7 @@ class Behind:
             self.dropped += 1
             return
         self.bytes += nbytes
-        self._waiting[key] = (nbytes, write)
+        self._waiting[key] = _Write(nbytes, write, asyncio.get_running_loop().create_future())
         if len(self._running) < self._writers:
             task = asyncio.create_task(self._run())
             self._running.add(task)
@@ -47,8 +55,15 @@ class Behind:
 
     def forget(self, key: EntryKey) -> None:
         """Takes back what still waits under a key."""
-        nbytes, _ = self._waiting.pop(key, (0, None))
-        self.bytes -= nbytes
+        write = self._waiting.pop(key, None)
+        if write is not None:
+            self.bytes -= write.nbytes
+            write.over.cancel()
+
+    async def written(self, key: EntryKey) -> None:
+        """Returns when nothing waits and nothing is being written under a key."""
+        while (write := self._waiting.get(key) or self._writing.get(key)) is not None:
+            await asyncio.wait([write.over])
 
     async def settled(self) -> None:
         """Returns when nothing waits and nothing is being written."""
@@ -57,15 +72,20 @@ class Behind:
 
     async def close(self) -> None:
         """Drops what waits and what is being written."""
-        self._waiting.clear()
+        for key in tuple(self._waiting):
+            self.forget(key)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self) -> None:
         while self._waiting:
-            _, (nbytes, write) = self._waiting.popitem(last=False)
+            key, write = self._waiting.popitem(last=False)
+            self._writing[key] = write
             try:
-                await write()
+                await write.make()
             finally:
-                self.bytes -= nbytes
+                self.bytes -= write.nbytes
+                write.over.cancel()
+                if self._writing.get(key) is write:
+                    del self._writing[key]
