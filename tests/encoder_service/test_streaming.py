@@ -309,6 +309,35 @@ async def test_the_digest_of_a_list_is_that_of_all_its_bytes_although_they_were_
         await inbox.close()
 
 
+async def test_a_list_whose_first_frame_was_never_asked_for_waits_aside_for_it_too() -> None:
+    """As one that is remembered, and of which some entries are gone."""
+    opened = epb.EncodeOpen(tenant_root=bytes(32), media=pb.MediaHeader(kind=pb.MEDIA_KIND_VIDEO))
+    opened.media.frames.CopyFrom(encoded(2))
+    come = asyncio.Event()
+    turns = Turns(max_waiting=2, max_running=1)
+
+    async def requests() -> AsyncIterator[epb.EncodeRequest]:
+        yield epb.EncodeRequest(open=opened)
+        await come.wait()
+        for number, data in enumerate(scenes(2)):
+            yield epb.EncodeRequest(chunk=piece(number, data, last=number == 1))
+
+    async with Sandbox() as sandbox:
+        inbox = Inbox(requests(), max_bytes=1 << 20)
+        material = Material.of(await inbox.start(), inbox, sandbox, Quarantine())
+        with turns.enter() as turn:
+            await turn.begin()
+
+            async def decoded() -> int:
+                return len([event async for event in material.decode([0, 1], turn.aside)])
+
+            decoding = asyncio.create_task(decoded())
+            await until(lambda: turns.running == 0)
+            come.set()
+            assert await decoding == 3 and turns.running == 1
+        await inbox.close()
+
+
 # -- what is held meanwhile --------------------------------------------------------------------------------------------
 
 
