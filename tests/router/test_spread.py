@@ -52,6 +52,16 @@ async def test_each_of_two_encoders_makes_its_share_and_no_unit_is_made_twice() 
         await settled(service)
 
 
+async def test_the_priority_of_a_request_is_told_to_every_encoder_of_its_media() -> None:
+    request = question("Read the digits.", video(CLIP.path.read_bytes()))
+    request.priority = 7
+    async with running() as service:
+        fleet = MeddledFleet(service, others=[untouched])
+        await answer(fleet, request, spread=TWO)
+        assert fleet.encoders is not None
+        assert [opened.priority for opened in [*fleet.encoders.opened, *fleet.others[1].opened]] == [7, 7]
+
+
 async def test_a_short_medium_is_one_encoders() -> None:
     async with running() as service:
         fleet = MeddledFleet(service, others=[untouched])
