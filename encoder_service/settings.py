@@ -27,7 +27,11 @@ class EncoderSettings(WorkerSettings):
     """The encoder service: decodes media, encodes their units and keeps the entries in the node's arena."""
 
     media_workers: int = Field(
-        default=2, ge=1, le=256, description="processes that open media, each one medium at a time"
+        default=2,
+        ge=1,
+        le=256,
+        description="media that are opened or decoded at a time, each in a process of its own; of those that wait for "
+        "the model, three times as many keep theirs",
     )
     max_patches: int = Field(
         default=MAX_PATCHES,

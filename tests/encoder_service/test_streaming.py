@@ -148,6 +148,7 @@ async def test_the_first_unit_of_a_file_is_announced_before_its_last_frame_is_de
         assert (await call.next()).ready.unit == 0
         assert 1 <= sandbox.given <= AHEAD + 3
         await call.responses.aclose()
+        await until(lambda: not service.encoder.in_flight)
 
 
 # -- the same however it comes -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import pytest
 from chiasm.errors import InvalidRequest, ServerError
 from chiasm.media import confine, framing
 from chiasm.media.listed import Listed
-from chiasm.media.sandbox import Sandbox
+from chiasm.media.sandbox import STANDING, Sandbox
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource
 from tests.media import make
 from tests.media.ask import frames, listed, opened, refusal
@@ -136,6 +136,32 @@ async def test_a_list_that_waits_for_its_next_picture_holds_no_worker() -> None:
         assert (await frames(sandbox, PICTURE))[1].frames == 1
         await waiting.open(picture)
         assert len(sandbox.pids) == 1
+
+
+async def test_a_video_that_waits_for_its_reader_keeps_nobody_else_from_being_opened() -> None:
+    async with Sandbox() as sandbox, aclosing(sandbox.decode(large_video(), range(12))) as events:
+        shown = [await anext(events)]
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
+        shown.append(await anext(events))
+        assert (await frames(sandbox, PICTURE))[1].frames == 1
+        assert len(sandbox.pids) == 2
+        shown += [event async for event in events]
+        assert shown[-1] == Decoded(12, False)
+        assert [event.index for event in shown if isinstance(event, Frame)] == [*range(12)]
+
+
+async def test_so_many_wait_for_their_readers_and_a_further_one_waits_for_one_of_them() -> None:
+    async with Sandbox() as sandbox:
+        videos = [sandbox.decode(large_video(), range(12)) for _ in range(STANDING + 1)]
+        for video in videos:
+            await anext(video)
+        further = asyncio.create_task(sandbox.probe(PICTURE))
+        await asyncio.sleep(0.05)
+        assert not further.done() and len(sandbox.pids) == STANDING + 1
+        await videos[1].aclose()
+        assert (await further).found == "PNG"
+        for video in videos:
+            await video.aclose()
 
 
 async def test_b86_waiting_for_the_reader_is_not_processor_time() -> None:
