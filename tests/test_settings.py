@@ -240,6 +240,12 @@ def test_a_password_is_a_file_of_its_owner_and_whatever_else_is_refused_without_
         read_password(file)
     file.write_text("hunter2 with spaces\n", encoding="utf-8")
     assert read_password(file) == "hunter2 with spaces"
+    file.write_text(" spaces at both ends \r\n", encoding="utf-8")
+    assert read_password(file) == " spaces at both ends "
+    for unfit, said in ((b"x" * 5000, "4096 bytes"), (b"hunter2\xff", "UTF-8")):
+        file.write_bytes(unfit)
+        with pytest.raises(SettingsError, match=said):
+            read_password(file)
     file.chmod(0o640)
     with pytest.raises(SettingsError, match="0640") as caught:
         read_password(file)

@@ -42,6 +42,14 @@ class Account:
             book[owner] += added
         return True
 
+    def give_back(self, owner: bytes, nbytes: int) -> None:
+        """Strikes out an entry that was taken just now, and is not there after all."""
+        for _, sizes, counts in reversed(self._spans):
+            if sizes[owner] >= nbytes and counts[owner]:
+                for book, added in ((sizes, nbytes), (self._bytes, nbytes), (counts, 1), (self._entries, 1)):
+                    book[owner] -= added
+                return
+
     @property
     def bytes(self) -> int:
         """Of all owners."""

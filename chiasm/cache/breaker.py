@@ -55,15 +55,17 @@ class Breaker:
             self._failures = 0
             self._pause = self._first_pause
 
-    def failed(self) -> None:
-        """A call was not answered."""
+    def failed(self) -> bool:
+        """A call was not answered. Returns whether that opened it."""
         if not self.closed:
-            return
+            return False
         self._failures += 1
-        if self._failures >= self._limit:
-            self.state = State.OPEN
-            self.opened += 1
-            self._probing = asyncio.create_task(self._recover())
+        if self._failures < self._limit:
+            return False
+        self.state = State.OPEN
+        self.opened += 1
+        self._probing = asyncio.create_task(self._recover())
+        return True
 
     async def close(self) -> None:
         """Ends the probing."""

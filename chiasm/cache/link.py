@@ -3,83 +3,32 @@
 Every exchange has its own limit, which grows with the bytes that it moves. One that fails is never repeated here, and
 its connection is dropped: what else may come on it is nobody's. Some failures in a row, and the server is left alone
 until a probe is answered (`chiasm.cache.breaker`). Nothing is ever raised but the caller's own cancellation.
-
-The server may be Redis 7 or Valkey, over TCP, TLS or a socket file, and the user one who may do little. It knows
-commands and replies, and no entry.
+It knows commands and replies, and no entry.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final, NamedTuple
-from urllib.parse import urlsplit
+from typing import Final
 
-from redis.asyncio import ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from chiasm.cache.breaker import Breaker
 from chiasm.cache.exchange import Command, Exchange, Reply
+from chiasm.cache.server import Server
 from chiasm.cache.values import Nonsense, TooLong, Values
 
 _CONNECTIONS = 8
 """Exchanges at a time. Further ones wait, and their time runs."""
 
+_log = logging.getLogger(__name__)
+
 FAILURES: Final = ("timeout", "connection", "too_long", "unasked")
 """Why there was no reply: too late, no connection or a broken one, more of it than there was room for, or not asked
 because the breaker was open."""
-
-
-class Server(NamedTuple):
-    """Where a server is, and as whom it is asked.
-
-    Attributes:
-        url: `redis://[USER@]HOST[:PORT]`, `rediss://…` for TLS, or `unix://[USER@]/path`; without a password.
-        password: None where the server asks for none.
-        ca_file: of who signed the server's certificate; None for those that the system trusts.
-        cert_file, key_file: the client's own certificate, where the server asks for one.
-    """
-
-    url: str
-    password: str | None = None
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-
-    def __repr__(self) -> str:
-        return f"Server({self.url!r})"
-
-    def pool(self) -> ConnectionPool:
-        """What makes connections to it, and keeps none. Connects nothing yet."""
-        options: dict[str, object] = {}
-        if urlsplit(self.url).scheme == "rediss":
-            options = {
-                "ssl_ca_certs": self.ca_file and str(self.ca_file),
-                "ssl_certfile": self.cert_file and str(self.cert_file),
-                "ssl_keyfile": self.key_file and str(self.key_file),
-            }
-        return ConnectionPool.from_url(
-            self.url,
-            password=self.password,
-            protocol=2,
-            driver_info=None,  # the users that `docs/operations.md` describes may not say what they run
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=None,  # the limit of the whole exchange is the only one
-            socket_connect_timeout=None,
-            **options,
-        )
-
-
-def store_id(url: str, namespace: str) -> bytes:
-    """16 bytes that name what processes of the same URL and namespace share, whoever they are to the server."""
-    parts = urlsplit(url)
-    server = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    return hashlib.blake2b(f"{server}\0{namespace}".encode(), digest_size=16).digest()
 
 
 class Link:
@@ -93,6 +42,8 @@ class Link:
 
     Attributes:
         failures: exchanges without replies, by reason.
+        trouble: in words, why the last of them brought none, or what was refused last. For people: it may be the text
+            of a library.
     """
 
     def __init__(
@@ -106,6 +57,7 @@ class Link:
         self._idle: list[Exchange] = []
         self.breaker = Breaker(self._answers, pause=pause)
         self.failures: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
+        self.trouble = ""
 
     async def ask(self, *commands: Command, nbytes: int = 0, values: Values | None = None) -> list[Reply] | None:
         """The replies, one for each command; None if they did not all come in time.
@@ -123,10 +75,17 @@ class Link:
         if isinstance(replies, str):
             self.failures[replies] += 1
         if isinstance(replies, str) and replies != "too_long":
-            self.breaker.failed()
+            if self.breaker.failed():
+                _log.warning(
+                    "the shared store is left alone until it answers", extra={"why": replies, "trouble": self.trouble}
+                )
         else:
             self.breaker.succeeded()
         return None if isinstance(replies, str) else replies
+
+    def limit(self, nbytes: int) -> float:
+        """Seconds that an exchange may take that moves so many bytes."""
+        return self._timeout + nbytes / self._rate
 
     async def close(self) -> None:
         await self.breaker.close()
@@ -140,13 +99,16 @@ class Link:
     async def _try(self, commands: Sequence[Command], nbytes: int, values: Values | None) -> list[Reply] | str:
         """The replies, or which of `FAILURES` it was."""
         try:
-            async with asyncio.timeout(self._timeout + nbytes / self._rate), self._turns:
+            async with asyncio.timeout(self.limit(nbytes)), self._turns:
                 return await self._exchange(commands, values)
         except TimeoutError:
+            self.trouble = "no answer in time"
             return "timeout"
-        except TooLong:
+        except TooLong as error:
+            self.trouble = str(error)
             return "too_long"
-        except (RedisError, OSError, Nonsense):
+        except (RedisError, OSError, Nonsense) as error:
+            self.trouble = str(error) or type(error).__name__
             return "connection"
 
     async def _exchange(self, commands: Sequence[Command], values: Values | None) -> list[Reply]:

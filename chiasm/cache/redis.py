@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from chiasm.cache.account import Account
@@ -45,7 +45,7 @@ REJECTIONS: Final = ("manifest", "key", "size", "type", "chunk_missing", "chunk_
 something else under the name; a value is gone, or of another length."""
 
 _MARGIN = 30.0
-"""Seconds that values outlast their manifest: more than any put takes."""
+"""Seconds that values outlast their manifest, beside those that writing them may take."""
 
 _OK = b"OK"
 
@@ -112,19 +112,21 @@ class RedisStore:
             return self._refuse("owner_budget")
         seconds = self._ttl if lease is None else max(self._ttl, lease.seconds)
         chunks = self._chunks(manifest)
+        outlast = _ms(seconds + _MARGIN + self.link.limit(sealed.size))
         replies = await self.link.ask(
             *(
-                ("SET", name, payload[index * CHUNK_BYTES :][:CHUNK_BYTES], "PX", _ms(seconds + _MARGIN))
+                ("SET", name, payload[index * CHUNK_BYTES :][:CHUNK_BYTES], "PX", outlast)
                 for index, name in enumerate(chunks)
             ),
             nbytes=sealed.size,
         )
         self._step("chunks put")
-        if replies is not None and all(reply == _OK for reply in replies):
+        kept = [name for name, reply in zip(chunks, replies or (), strict=False) if reply == _OK]
+        if replies is not None and len(kept) == len(chunks):
             replies = await self.link.ask(("SET", self._name(key), manifest.pack(), "PX", _ms(seconds)))
         if replies is None or any(reply != _OK for reply in replies):
-            if replies is not None and chunks:  # it answers: what it took of this one need not stay
-                await self.link.ask(("UNLINK", *chunks))
+            if replies is not None and await self._take_back(kept):
+                self._account.give_back(owner, sealed.size)
             return self._refuse(_reason(replies))
         self._counts["puts"] += 1
         return InRedis(manifest.write_id, manifest.chunks)
@@ -181,15 +183,18 @@ class RedisStore:
 
         Raises Unavailable SHARED_STORE if the server does not answer or refuses; part of it may be gone then.
         """
-        cursor = b"0"
-        while True:
-            cursor, names = self._done(
-                await self.link.ask(("SCAN", cursor, "MATCH", f"{self._namespace}:*", "COUNT", 1000))
-            )
-            if names:
-                self._done(await self.link.ask(("UNLINK", *names)))
-            if cursor == b"0":
-                return
+        async for names in self._scanned("*"):
+            self._done(await self.link.ask(("UNLINK", *names)))
+
+    async def count(self) -> int:
+        """Entries of the namespace, of every writer. For a user that may; needs no right to read any.
+
+        Raises Unavailable SHARED_STORE if the server does not answer or refuses.
+        """
+        found: set[bytes] = set()  # a name may be told more than once
+        async for names in self._scanned("entry:*"):
+            found.update(names)
+        return len(found)
 
     def stats(self) -> StoreStats:
         """Entries and bytes are those that this process wrote within the time that they are kept. No budget is known:
@@ -254,14 +259,33 @@ class RedisStore:
             return None
         return manifest
 
+    async def _take_back(self, names: Sequence[str]) -> bool:
+        """Takes values away that need not stay. Returns whether they are gone."""
+        replies = await self.link.ask(("UNLINK", *names)) if names else [0]
+        return replies is not None and isinstance(replies[0], int)
+
     def _refuse(self, reason: str) -> Elsewhere:
         self.refused[reason] += 1
         return Elsewhere()
 
+    async def _scanned(self, pattern: str) -> AsyncIterator[list[bytes]]:
+        """Names of the namespace, some at a time. Raises as `count`."""
+        cursor = b"0"
+        while True:
+            cursor, names = self._done(
+                await self.link.ask(("SCAN", cursor, "MATCH", f"{self._namespace}:{pattern}", "COUNT", 1000))
+            )
+            if names:
+                yield names
+            if cursor == b"0":
+                return
+
     def _done(self, replies: Sequence[Reply] | None) -> Reply:
-        if replies is None or isinstance(replies[0], Refusal):
-            said = "does not answer" if replies is None else f"refuses: {replies[0]}"
-            raise Unavailable("SHARED_STORE", f"the store that nodes share {said}")
+        if replies is None:
+            raise Unavailable("SHARED_STORE", "the store that nodes share does not answer")
+        if isinstance(replies[0], Refusal):
+            self.link.trouble = str(replies[0])
+            raise Unavailable("SHARED_STORE", "the store that nodes share refuses")
         return replies[0]
 
     def _count(self, found: bool) -> None:

@@ -58,6 +58,7 @@ class TieredStore:
         self._policy = policy
         self._near_name = near_name
         self._fetching: dict[EntryKey, asyncio.Task[Sealed | None]] = {}
+        self._overtaken: set[EntryKey] = set()  # of those, the ones that were put, or forgotten, since they began
         self._counts = dict.fromkeys(("puts", "hits", "misses", "refusals"), 0)
 
     async def put(
@@ -70,18 +71,22 @@ class TieredStore:
         shared: bool = False,
     ) -> Place:
         """As `EntryStore.put`. An entry that is to be shared needs only one of both, and is announced where those read
-        it who share the far one; where it lies near they find it all the same.
+        it who share the far one; where it lies near they find it all the same. It is not pinned near: who would give
+        that pin back has another store.
 
         Raises Overloaded as the near store does, if the far one has not got it either.
         """
         far = partial(self.far.put, sealed, key, lease=lease, owner=owner, shared=shared)
         self.behind.forget(key)
+        self._overtake(key)
         place: Place = Elsewhere()
         full: Overloaded | None = None
         try:
-            place = await self.near.put(sealed, key, lease=lease, owner=owner)
+            place = await self.near.put(sealed, key, lease=None if shared else lease, owner=owner)
         except Overloaded as error:
             full = error
+        if shared or self._policy is WritePolicy.THROUGH:
+            await self.behind.written(key)  # an older one, which would be there in the end
         if shared and not isinstance(there := await far(), Elsewhere):
             place = there
         elif full is not None:
@@ -112,7 +117,7 @@ class TieredStore:
     async def unclaim(self, key: EntryKey) -> None:
         """As `EntryStore.unclaim`, when what is to be written behind is written: others look for it there."""
         await self.near.unclaim(key)
-        await self.behind.written(key)
+        await self.behind.arrived(key)
         await self.far.unclaim(key)
 
     async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
@@ -132,14 +137,23 @@ class TieredStore:
         await self.near.release(key, lease_id)
 
     async def discard(self, key: EntryKey) -> None:
+        """Whatever is on its way to either store is there before it is forgotten, or does not arrive."""
         self.behind.forget(key)
+        self._overtake(key)
         await self.near.discard(key)
+        await self.behind.written(key)
         await self.far.discard(key)
 
     async def flush(self) -> None:
-        """Forgets what is not pinned near, and everything far. Raises what either raises."""
-        await self.near.flush()
-        await self.far.flush()
+        """Forgets what is not pinned near, everything far, and what is on its way to either. Raises what either raises;
+        the other is flushed all the same."""
+        self.behind.clear()
+        self._overtaken.update(self._fetching)
+        try:
+            await self.near.flush()
+        finally:
+            await self.behind.paused()
+            await self.far.flush()
 
     def stats(self) -> StoreStats:
         near = self.near.stats()
@@ -178,12 +192,21 @@ class TieredStore:
         task = self._fetching.get(key)
         if task is None:
             self._fetching[key] = task = asyncio.create_task(self._promote(key, owner, place))
-            task.add_done_callback(lambda _: self._fetching.pop(key, None))
+            task.add_done_callback(lambda _: self._fetched(key))
         return await asyncio.shield(task)
+
+    def _fetched(self, key: EntryKey) -> None:
+        self._fetching.pop(key, None)
+        self._overtaken.discard(key)
+
+    def _overtake(self, key: EntryKey) -> None:
+        """What is being read from far is not to be put near any more."""
+        if key in self._fetching:
+            self._overtaken.add(key)
 
     async def _promote(self, key: EntryKey, owner: bytes, place: InRedis | None) -> Sealed | None:
         sealed = await self.far.get(key, place)
-        if sealed is not None:
+        if sealed is not None and key not in self._overtaken:
             with suppress(Overloaded):
                 await self.near.put(sealed, key, owner=owner)
         return sealed

@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from chiasm import __version__
+from chiasm.cli import options
 from chiasm.cli.failure import told
 from chiasm.cli.probe import Service
 
 MODEL_HELP = "The folder of a checkpoint, the name of one that comes with chiasm (digits), or a hub name (owner/name)."
-TARGET = "localhost:50051"
 
 
 class DType(StrEnum):
@@ -50,22 +50,6 @@ app = typer.Typer(
 cache = typer.Typer(help="Looks into the cache of this machine, or empties it.", no_args_is_help=True)
 app.add_typer(cache, name="cache")
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Prints one JSON object last; what is for people goes to standard error.")
-]
-OneJson = Annotated[bool, typer.Option("--json", help="Prints one JSON object instead.")]
-Arena = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        envvar="CHIASM_ARENA",
-        help="The shared-memory region. Default: that of the `chiasm serve` that runs here.",
-    ),
-]
-Target = Annotated[
-    str, typer.Option(envvar="CHIASM_TARGET", help="Where the router listens.", show_envvar=True, metavar="HOST:PORT")
-]
-
 
 def main() -> None:
     """The entry point of the command `chiasm`. Exits 0, 1 (failed, or a wrong answer), 2 (asked for what cannot be) or
@@ -77,29 +61,6 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"chiasm {__version__}")
         raise typer.Exit
-
-
-def _size(text: str) -> int:
-    """Bytes, with or without a unit."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise typer.BadParameter(f"{text!r} is no size: write bytes, or a unit as in 512MiB or 4GiB") from None
-
-
-def _redis_url(text: str) -> str:
-    """A URL that holds no password, so that it may be shown and handed on."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from chiasm.settings import RedisUrl
-
-    try:
-        url: str = TypeAdapter(RedisUrl).validate_python(text)
-    except ValidationError as error:
-        raise typer.BadParameter(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-    return url
 
 
 @app.callback()
@@ -119,7 +80,7 @@ def demo(
     ] = None,
     question: Annotated[str | None, typer.Option(help="What to ask about it.")] = None,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "digits",
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Shows a model answering a question about a clip.
 
@@ -157,7 +118,7 @@ def serve(
     arena_bytes: Annotated[
         int | None,
         typer.Option(
-            parser=_size,
+            parser=options.size,
             metavar="SIZE",
             envvar="CHIASM_ARENA_BYTES",
             help="Shared memory for the cache, for example 4GiB. Default: 1 GiB, or half of what is free.",
@@ -166,7 +127,7 @@ def serve(
     cache_tenant_bytes: Annotated[
         int | None,
         typer.Option(
-            parser=_size,
+            parser=options.size,
             metavar="SIZE",
             envvar="CHIASM_CACHE_TENANT_BYTES",
             help="Of the cache, what one tenant may take. Default: all of it.",
@@ -183,27 +144,11 @@ def serve(
     ] = None,
     encoders: Annotated[int, typer.Option(min=1, help="How many encoder processes.")] = 1,
     decoders: Annotated[int, typer.Option(min=1, help="How many decoder processes.")] = 1,
-    redis: Annotated[
-        str | None,
-        typer.Option(
-            parser=_redis_url,
-            envvar="CHIASM_REDIS",
-            metavar="URL",
-            help="A Redis that nodes share: redis://USER@HOST:PORT, rediss://… for TLS, or unix:///path/to/socket.",
-        ),
-    ] = None,
-    redis_password_file: Annotated[
-        Path | None, typer.Option(envvar="CHIASM_REDIS_PASSWORD_FILE", help="Its user's password, in a file of 0600.")
-    ] = None,
-    redis_ca_file: Annotated[
-        Path | None, typer.Option(envvar="CHIASM_REDIS_CA_FILE", help="PEM of who signed its certificate.")
-    ] = None,
-    redis_cert_file: Annotated[
-        Path | None, typer.Option(envvar="CHIASM_REDIS_CERT_FILE", help="PEM of the workers' own certificate.")
-    ] = None,
-    redis_key_file: Annotated[
-        Path | None, typer.Option(envvar="CHIASM_REDIS_KEY_FILE", help="PEM of the key to that.")
-    ] = None,
+    redis: options.Redis = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    redis_ca_file: options.RedisCaFile = None,
+    redis_cert_file: options.RedisCertFile = None,
+    redis_key_file: options.RedisKeyFile = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allows addresses that other machines reach, without keys or TLS.")
     ] = False,
@@ -230,7 +175,7 @@ def serve(
             "--redis-cert-file": redis_cert_file and redis_cert_file.absolute(),
             "--redis-key-file": redis_key_file and redis_key_file.absolute(),
         }
-        options = Options(
+        asked = Options(
             folder=folder.absolute(),
             name=name_of(model, folder),
             listen=listen,
@@ -246,7 +191,7 @@ def serve(
             insecure=insecure,
             redis={flag: str(value) for flag, value in shared.items() if value is not None},
         )
-        verb.run(options, console(), json_log=json_log)
+        verb.run(asked, console(), json_log=json_log)
 
 
 @app.command()
@@ -255,7 +200,7 @@ def ask(
     media: Annotated[
         list[Path] | None, typer.Argument(metavar="MEDIA", help="Images and videos, in the order they are shown.")
     ] = None,
-    target: Target = TARGET,
+    target: options.Target = options.TARGET,
     model: Annotated[str | None, typer.Option(help="Which model. Default: the only one that is served.")] = None,
     fps: Annotated[float | None, typer.Option(help="Frames to take of each second of a video.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="Frames to take of a video, at most.")] = None,
@@ -263,7 +208,7 @@ def ask(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds that the answer may take. Default: 600.")
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Asks a served model about images and videos.
 
@@ -289,7 +234,7 @@ def ask(
 
 @app.command()
 def health(
-    target: Target = TARGET,
+    target: options.Target = options.TARGET,
     service: Annotated[
         Service, typer.Option(help="Whether calls are welcome, or whether the process works at all.")
     ] = Service.READINESS,
@@ -307,17 +252,38 @@ def health(
 
 
 @cache.command("stats")
-def cache_stats(arena: Arena = None, json: OneJson = False) -> None:
+def cache_stats(
+    arena: options.Arena = None,
+    redis: options.Redis = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    redis_ca_file: options.RedisCaFile = None,
+    redis_cert_file: options.RedisCertFile = None,
+    redis_key_file: options.RedisKeyFile = None,
+    redis_namespace: options.RedisNamespace = None,
+    json: options.OneJson = False,
+) -> None:
     """Shows what each tier of the cache holds, and how often what was looked for was there."""
     from chiasm.cli import cache as verb
 
     with told():
-        verb.stats(arena, as_json=json)
+        shared = verb.shared_store(
+            redis, redis_password_file, redis_ca_file, redis_cert_file, redis_key_file, redis_namespace
+        )
+        verb.stats(arena, shared, as_json=json)
 
 
 @cache.command("flush")
-def cache_flush(arena: Arena = None, json: OneJson = False) -> None:
-    """Forgets every entry that nobody is about to read.
+def cache_flush(
+    arena: options.Arena = None,
+    redis: options.Redis = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    redis_ca_file: options.RedisCaFile = None,
+    redis_cert_file: options.RedisCertFile = None,
+    redis_key_file: options.RedisKeyFile = None,
+    redis_namespace: options.RedisNamespace = None,
+    json: options.OneJson = False,
+) -> None:
+    """Forgets every entry that nobody is about to read, and all that nodes share.
 
     Requests go on; what they need is encoded again. Nothing is overwritten: bytes stay in memory until others take
     their place.
@@ -325,12 +291,15 @@ def cache_flush(arena: Arena = None, json: OneJson = False) -> None:
     from chiasm.cli import cache as verb
 
     with told():
-        verb.flush(arena, as_json=json)
+        shared = verb.shared_store(
+            redis, redis_password_file, redis_ca_file, redis_cert_file, redis_key_file, redis_namespace
+        )
+        verb.flush(arena, shared, as_json=json)
 
 
 @app.command()
 def doctor(
-    json: OneJson = False,
+    json: options.OneJson = False,
 ) -> None:
     """Checks this machine, and says how to mend it.
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from chiasm.cache.arena import ArenaStore
-from chiasm.cache.link import Link, Server, store_id
+from chiasm.cache.link import Link
 from chiasm.cache.redis import RedisStore, sentinel
 from chiasm.cache.region import Region
+from chiasm.cache.server import Server, store_id
 from chiasm.cache.store import EntryStore
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.models.registry import Model
 from chiasm.models.weights import HalfName
-from chiasm.settings import SettingsError, WorkerSettings, read_password
+from chiasm.settings import SettingsError, WorkerSettings
 
 
 def region(settings: WorkerSettings) -> Region:
@@ -53,7 +54,7 @@ async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
 
     Raises what `Region` raises, and SettingsError for a password or a certificate that cannot be read.
     """
-    server = None if settings.redis is None else redis_server(settings)
+    server = None if settings.redis is None else Server.of(settings)
     with closing(await asyncio.to_thread(region, settings)) as opened:
         near = ArenaStore(opened, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
         if server is None:
@@ -75,20 +76,6 @@ async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
         policy = WritePolicy(settings.redis_policy)
         async with aclosing(TieredStore(near, far, policy=policy, behind_bytes=settings.redis_behind_bytes)) as tiers:
             yield Crossing(tiers, opened.arena_id, store_id(server.url, settings.redis_namespace), far)
-
-
-def redis_server(settings: WorkerSettings) -> Server:
-    """The server of the store that nodes share, which the settings name. Raises SettingsError for a file that cannot be
-    read."""
-    assert settings.redis is not None
-    files = (settings.redis_ca_file, settings.redis_cert_file, settings.redis_key_file)
-    for file in filter(None, files):
-        try:
-            file.open("rb").close()
-        except OSError as error:
-            raise SettingsError(f"a file for TLS cannot be read: {error.strerror}", str(file), "check it") from None
-    password = None if settings.redis_password_file is None else read_password(settings.redis_password_file)
-    return Server(settings.redis, password, *files)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from chiasm.settings.kinds import Address, HttpAddress, RedisUrl, Target, Targets, is_private
 from chiasm.settings.reading import load
 from chiasm.settings.refusal import SettingsError
-from chiasm.settings.roles import RoleSettings, Settings, WorkerSettings
+from chiasm.settings.roles import RoleSettings, Settings, SharedStoreSettings, WorkerSettings
 from chiasm.settings.secret import read_password, read_secret
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "RoleSettings",
     "Settings",
     "SettingsError",
+    "SharedStoreSettings",
     "Target",
     "Targets",
     "WorkerSettings",

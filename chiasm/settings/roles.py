@@ -60,7 +60,34 @@ class RoleSettings(Settings):
         return self
 
 
-class WorkerSettings(RoleSettings):
+class SharedStoreSettings(Settings):
+    """Where the store that nodes share is, and as whom it is asked."""
+
+    redis: RedisUrl | None = Field(
+        default=None,
+        description="the store that nodes share: redis://[USER@]HOST:PORT, rediss://… or unix://[USER@]/path",
+    )
+    redis_password_file: Path | None = Field(default=None, description="its user's password, in a file of 0600")
+    redis_ca_file: Path | None = Field(default=None, description="PEM of who signed its certificate (rediss)")
+    redis_cert_file: Path | None = Field(default=None, description="PEM of the worker's own certificate (rediss)")
+    redis_key_file: Path | None = Field(default=None, description="PEM of the key to that")
+    redis_namespace: str = Field(
+        default="chiasm", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="what the names of its values begin with"
+    )
+
+    @model_validator(mode="after")
+    def _redis_is_whole(self) -> Self:
+        tls = (self.redis_ca_file, self.redis_cert_file, self.redis_key_file)
+        if any(tls) and not (self.redis or "").startswith("rediss://"):
+            raise ValueError("redis is not rediss://…, so there is no TLS for redis_ca_file and the like to be used in")
+        if (self.redis_cert_file is None) != (self.redis_key_file is None):
+            raise ValueError("redis_cert_file and redis_key_file go together")
+        if self.redis_password_file is not None and self.redis is None:
+            raise ValueError("redis_password_file needs redis")
+        return self
+
+
+class WorkerSettings(SharedStoreSettings, RoleSettings):
     """What an encoder and a decoder can both be told."""
 
     model: str = Field(description="digits, the folder of a checkpoint, or a hub name (owner/name)")
@@ -84,17 +111,6 @@ class WorkerSettings(RoleSettings):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
         default=None, description="what it computes in; default: float32 on a CPU, else the checkpoint's own"
     )
-    redis: RedisUrl | None = Field(
-        default=None,
-        description="the store that nodes share: redis://[USER@]HOST:PORT, rediss://… or unix://[USER@]/path",
-    )
-    redis_password_file: Path | None = Field(default=None, description="its user's password, in a file of 0600")
-    redis_ca_file: Path | None = Field(default=None, description="PEM of who signed its certificate (rediss)")
-    redis_cert_file: Path | None = Field(default=None, description="PEM of the worker's own certificate (rediss)")
-    redis_key_file: Path | None = Field(default=None, description="PEM of the key to that")
-    redis_namespace: str = Field(
-        default="chiasm", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="what the names of its values begin with"
-    )
     redis_ttl: float = Field(
         default=3600.0, ge=1, le=30 * 86_400, description="seconds that an entry is kept in it after its last use"
     )
@@ -116,14 +132,3 @@ class WorkerSettings(RoleSettings):
     redis_rate: ByteSize = Field(
         default=ByteSize(50_000_000), gt=0, description="bytes a second, the slowest at which bytes are waited for"
     )
-
-    @model_validator(mode="after")
-    def _redis_is_whole(self) -> Self:
-        tls = (self.redis_ca_file, self.redis_cert_file, self.redis_key_file)
-        if any(tls) and not (self.redis or "").startswith("rediss://"):
-            raise ValueError("redis is not rediss://…, so there is no TLS for redis_ca_file and the like to be used in")
-        if (self.redis_cert_file is None) != (self.redis_key_file is None):
-            raise ValueError("redis_cert_file and redis_key_file go together")
-        if self.redis_password_file is not None and self.redis is None:
-            raise ValueError("redis_password_file needs redis")
-        return self

@@ -33,3 +33,18 @@ def test_without_a_budget_everything_is_entered() -> None:
     account = Account(1.0, None, lambda: 0.0)
     assert all(account.take(b"a", 1 << 40) for _ in range(10))
     assert account.bytes == 10 << 40
+
+
+def test_what_is_not_there_after_all_is_struck_out() -> None:
+    now = [0.0]
+    account = Account(64.0, 100, lambda: now[0])
+    assert account.take(b"a", 60)
+    now[0] = 2.0
+    assert account.take(b"a", 40)
+    account.give_back(b"a", 40)
+    assert (account.bytes, account.entries) == (60, 1)
+    assert account.take(b"a", 40)
+    now[0] = 65.5
+    assert (account.bytes, account.entries) == (40, 1)
+    account.give_back(b"b", 40)
+    assert (account.bytes, account.entries) == (40, 1)

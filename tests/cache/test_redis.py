@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import uvloop
 
-from chiasm.cache.link import Link, Server, store_id
+from chiasm.cache.link import Link
 from chiasm.cache.manifest import CHUNK_BYTES
 from chiasm.cache.place import Elsewhere, InArena, InMemory, InRedis
 from chiasm.cache.redis import RedisStore, sentinel
 from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.server import Server, store_id
 from chiasm.cache.store import Lease
 from chiasm.errors import Unavailable
 from tests.cache.arenas import KIB, entry, key, same
@@ -210,7 +211,50 @@ async def test_a_refused_value_leaves_nothing_behind(server: RedisServer) -> Non
         assert isinstance(await made.put(large(1), key("a")), Elsewhere)
         assert made.refused["denied"] == 1
         assert server.names("*") == []
+        assert made.stats().bytes == 0, "nor is anything charged to its owner"
         assert made.link.breaker.closed, "a refusal is an answer"
+
+
+async def test_what_may_still_be_there_stays_charged() -> None:
+    """A user who may not take away what was written of an entry that was refused."""
+    with redis_server() as server:
+        server.admin.acl_setuser("half", enabled=True, nopass=True, keys=["chiasm:value:*"], commands=["+set"])
+        async with store(f"unix://half@{server.socket}") as made:
+            assert isinstance(await made.put(put := large(1), key("a")), Elsewhere)
+            assert made.stats().bytes == put.size
+
+
+async def test_values_outlast_their_manifest_by_what_writing_them_may_take(server: RedisServer) -> None:
+    async with store(server, ttl=10.0, timeout=50.0) as made:
+        await kept(made, large(1), key("a"))
+        (manifest,) = server.names("chiasm:entry:*")
+        for name in server.names("chiasm:value:*"):
+            assert server.admin.pttl(name) > server.admin.pttl(manifest) + 50_000
+
+
+async def test_a_server_that_lets_nobody_in_is_left_alone_and_the_log_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does an attempt that was given up while it said who it is leave a socket behind."""
+    ended = asyncio.Queue[None]()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(100):
+            pass
+        ended.put_nowait(None)
+        writer.close()
+
+    listening = await asyncio.start_unix_server(silent, tmp_path / "socket")
+    link = Link(Server(f"unix://user@{tmp_path}/socket", "a-password"), sentinel="s", timeout=0.05, pause=60.0)
+    for _ in range(3):
+        assert await link.ask(("GET", "a")) is None
+        await ended.get()
+    assert await link.ask(("GET", "a")) is None
+    assert link.failures["timeout"] == 3
+    (told,) = caplog.records
+    assert (told.why, told.trouble) == ("timeout", "no answer in time")  # type: ignore[attr-defined]
+    await link.close()
+    listening.close()
 
 
 def acl(user: str) -> str:

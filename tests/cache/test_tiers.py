@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from chiasm.cache.behind import Behind
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import Elsewhere, InArena, InMemory, InRedis
-from chiasm.cache.store import Lease
+from chiasm.cache.store import Lease, Pinned
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.errors import Overloaded
 from tests.cache.arenas import KIB, entry, key, same
@@ -195,6 +195,123 @@ async def test_what_is_discarded_or_flushed_is_forgotten_by_both(server: RedisSe
         assert await other.get(key("b")) is None
         assert await one.get(key("b")) is not None, "it is pinned"
         assert await one.get(key("c")) is None
+
+
+class Held:
+    """Holds the first call of a method of a far store until it is let go."""
+
+    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
+        self._method = method
+        self.called = asyncio.Event()
+        self.free = asyncio.Event()
+        self.returned = asyncio.Event()  # from one call, the first or another
+
+    async def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not self.called.is_set():
+            self.called.set()
+            await self.free.wait()
+        try:
+            return await self._method(*arguments, **named)
+        finally:
+            self.returned.set()
+
+
+async def until_both_wait() -> None:
+    """Whoever can go on has."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_discarded_while_it_is_written_behind_is_not_there_in_the_end(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiers(server, policy=WritePolicy.BEHIND) as made:
+        held = Held(made.far.put)
+        monkeypatch.setattr(made.far, "put", held)
+        await made.put(entry(100 * KIB), key("a"))
+        await held.called.wait()
+        discarding = asyncio.create_task(made.discard(key("a")))
+        await until_both_wait()
+        held.free.set()
+        await discarding
+        await made.behind.settled()
+        assert server.names("chiasm:entry:*") == []
+        assert made.behind.bytes == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_of_two_that_are_written_to_one_key_the_later_is_there_in_the_end(
+    shared: bool, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = entry(100 * KIB, 1), entry(100 * KIB, 2)
+    async with tiers(server, policy=WritePolicy.BEHIND) as made:
+        held = Held(made.far.put)
+        monkeypatch.setattr(made.far, "put", held)
+        await made.put(first, key("a"))
+        await held.called.wait()
+        putting = asyncio.create_task(made.put(second, key("a"), shared=shared))
+        other = asyncio.create_task(made.put(first, key("b")))
+        await other
+        await held.returned.wait()  # the other writer has nothing else to do
+        held.free.set()
+        await putting
+        await made.behind.settled()
+        assert same(await made.far.get(key("a")), second)
+
+
+@pytest.mark.parametrize("what", ["put", "discard", "flush"])
+async def test_what_is_read_from_far_does_not_replace_what_happened_near_meanwhile(
+    what: str, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = entry(100 * KIB, 1), entry(100 * KIB, 2)
+    async with tiers(server) as one, tiers(server) as other:
+        await one.put(old, key("a"))
+        held = Held(lambda *arguments: asyncio.sleep(0, old))
+        monkeypatch.setattr(other.far, "get", held)
+        reading = asyncio.create_task(other.get(key("a")))
+        await held.called.wait()
+        if what == "put":
+            await other.put(new, key("a"))
+        elif what == "discard":
+            await other.discard(key("a"))
+        else:
+            await other.flush()
+        held.free.set()
+        assert same(await reading, old)
+        assert same(await other.near.get(key("a")), new) if what == "put" else await other.near.get(key("a")) is None
+
+
+async def test_what_is_announced_far_is_not_pinned_near(server: RedisServer) -> None:
+    async with tiers(server) as made:
+        assert isinstance(await made.put(entry(100 * KIB), key("a"), lease=Lease.of(60.0), shared=True), InRedis)
+        assert isinstance(pinned := await made.pin(key("a"), Lease.of(60.0), shared=True), Pinned)
+        assert isinstance(pinned.place, InRedis)
+        assert made.stats().pinned_bytes == 0
+        assert await made.near.get(key("a")) is not None
+
+
+async def test_a_flush_drops_what_waits_to_be_written(server: RedisServer) -> None:
+    async with tiers(server, policy=WritePolicy.BEHIND) as made:
+        for name in "ab":
+            await made.put(entry(100 * KIB), key(name))
+        await made.flush()
+        await made.behind.settled()
+        assert server.names("*") == []
+        assert (made.behind.bytes, made.near.stats().entries) == (0, 0)
+
+
+async def test_a_store_that_cannot_be_flushed_does_not_spare_the_other(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def busy() -> None:
+        raise Overloaded("CACHE_BUSY", "another process keeps the lock", retry_after=0.1)
+
+    async with tiers(server) as made:
+        await made.put(entry(100 * KIB), key("a"))
+        monkeypatch.setattr(made.near, "flush", busy)
+        with pytest.raises(Overloaded):
+            await made.flush()
+        assert server.names("*") == []
 
 
 async def test_of_two_nodes_one_claims_an_entry(server: RedisServer) -> None:

@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -144,6 +145,27 @@ async def test_units_that_are_announced_twice_or_do_not_fit_leave_no_pin() -> No
         with pytest.raises(ServerError) as caught:
             await system.told(system.opened(0, "Read the digits."), sized(3, side=8), *wrong, CLOSE)
         assert caught.value.reason == "FEATURE_COUNT_MISMATCH"
+
+
+async def test_a_call_that_ends_while_it_gives_a_pin_back_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of `halves` holds no pin at its end."""
+    frames = [digits.frame(cells, np.random.default_rng(1)) for cells, _ in digits.held_out_digits()[:3]]
+    async with halves() as system:
+        release, called = system.store.release, asyncio.Event()
+
+        async def stuck(key: EntryKey, lease_id: bytes) -> None:
+            if not called.is_set():
+                called.set()
+                await asyncio.Event().wait()
+            await release(key, lease_id)
+
+        ready = await system.ready(frames)
+        monkeypatch.setattr(system.store, "release", stuck)
+        telling = asyncio.create_task(system.told(system.opened(0, "Read the digits."), sized(3), *ready, CLOSE))
+        await called.wait()
+        telling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
 
 
 def reshaped(entry: pb.Entry, axis: int, by: int) -> pb.Entry:
