@@ -30,8 +30,8 @@ class EncoderSettings(WorkerSettings):
         default=2,
         ge=1,
         le=256,
-        description="media that are opened or decoded at a time, each in a process of its own; of those that wait for "
-        "the model, three times as many keep theirs",
+        description="media that are opened or decoded at a time, each in a process of its own; four times as many "
+        "videos may be under way, most of them waiting for the model",
     )
     max_patches: int = Field(
         default=MAX_PATCHES,

@@ -30,8 +30,9 @@ from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Picture, Pro
 JOBS_PER_WORKER = 200
 # Seconds that a job goes on whose caller has left. About what starting another process takes.
 LINGER = 0.5
-# Processes that may wait for their readers, for each that works. They take memory and no processor.
-STANDING = 3
+# Videos that are being decoded, for each process that works: the others wait for their readers. They take memory and no
+# processor.
+LONG = 4
 # Processor time is what is limited; the clock only catches a worker that sleeps, on a machine that may be busy.
 _WALL_FACTOR = 10.0
 _WALL_EXTRA = 30.0
@@ -42,8 +43,9 @@ class Sandbox:
     """Opens and decodes media in worker processes. Usable from one event loop; starts nothing until it is used.
 
     Args:
-        workers: how many media are parsed at a time; further ones wait their turn, first come first served. One whose
-            reader takes its time lets others go on, and keeps its process: there are at most `STANDING` such for each.
+        workers: how many media are parsed at a time; further ones wait their turn, first come first served. A video
+            whose reader takes its time lets others go on and keeps its process, so there are `LONG` videos for each at
+            most.
         limits: what one medium may claim or contain, and what one job may use.
         jobs_per_worker: after so many jobs a worker is replaced.
     """
@@ -53,7 +55,7 @@ class Sandbox:
         assert jobs_per_worker >= 1
         self.limits = limits
         self._jobs_per_worker = jobs_per_worker
-        self._places = Places(workers, STANDING * workers)
+        self._places = Places(workers, LONG * workers)
         self._idle: list[Worker] = []
         self._living: set[Worker] = set()
         self._ending: set[Worker] = set()
@@ -121,9 +123,15 @@ class Sandbox:
         try:
             check(source, self.limits)
             async with aclosing(self._run({"do": "decode"}, source, indices)) as events:
+                picture: list[Frame | Decoded] = []
                 async for event in events:
                     assert isinstance(event, (Frame, Decoded))
-                    yield event
+                    if source.kind == "image":
+                        picture.append(event)  # its process is done before its reader takes its time
+                    else:
+                        yield event
+            for event in picture:
+                yield event
         except StatusError as error:
             raise _at(error, item) from error.__cause__
 
@@ -175,7 +183,8 @@ class Sandbox:
         counts: whether it makes its worker older; the pictures of a list do so once.
         """
         given = 0
-        place = Place(self._places)
+        long = do["do"] == "decode" and source.kind == "video"
+        place = Place(self._places, long=long)
         await place.take()
         kept = True  # the place: whoever leaves in the middle leaves it to the job
         try:
@@ -190,7 +199,8 @@ class Sandbox:
                         seen += 1
                         if seen > given:
                             given = seen
-                            place.stand_by()
+                            if long:
+                                place.stand_by()
                             yield event
                             await place.go_on()
                 except InvalidRequest as error:
