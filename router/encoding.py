@@ -93,7 +93,6 @@ class Encoding:
         self.waiting = False
         self._revision = 0
         self._usage: pb.MediaUsage | None = None
-        self._cached = 0
         self._elsewhere: set[int] = set()  # units that other encoders make
         self._attempt = 0
         self._losses = 0
@@ -139,8 +138,9 @@ class Encoding:
     def usage(self) -> pb.MediaUsage | None:
         """Of the whole medium, once an encoder came to its end."""
         if self._usage is not None and self._usage.HasField("units_cached"):
-            # By all calls together, and what no call was asked for.
-            self._usage.units_cached = self._cached + len(self.held - self.announced.keys())
+            # By all calls together, as each unit was announced last, and what no call was asked for.
+            cached = sum(ready.cached for ready in self.announced.values())
+            self._usage.units_cached = cached + len(self.held - self.announced.keys())
         return self._usage
 
     def missing(self, unit: int) -> None:
@@ -275,7 +275,6 @@ class Encoding:
             if ready.unit in self.announced:
                 call.attached(ready.unit)  # another call was quicker: the decoder takes that one
                 return
-            self._cached += ready.cached
             self.announced[ready.unit] = ready
             self._request.on_ready(self, ready)
         elif which == "end" and part is None:
