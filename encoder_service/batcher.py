@@ -76,9 +76,7 @@ class Batcher:
         flight.wanted_by[share] = flight.wanted_by.get(share, 0) + 1
         if flight in share.flights:
             return
-        tenant = self._tenants.get(share.tenant)
-        if tenant is None:
-            tenant = self._tenants[share.tenant] = Tenant(self._sharers.enter(share.tenant))
+        tenant = self._tenant(share.tenant)
         if not share.flights:
             own = tenant.calls.enter(share.name)
             self._sharers.want(tenant.sharer)
@@ -106,7 +104,7 @@ class Batcher:
             patches += of_unit
             tenant.sharer.served += of_unit
             tenant.wanting[share].served += of_unit
-            flight.tenant = tenant
+            flight.tenant = share.tenant
             for wanting in tuple(flight.wanted_by):
                 self._remove(flight, wanting)
             taken.append(flight)
@@ -115,12 +113,20 @@ class Batcher:
     def hold(self, flight: Flight) -> None:
         """The entry of a unit that was taken finds no room: its tenant has no turn until `go_on`."""
         assert flight.tenant is not None
-        flight.tenant.stuck += 1
+        self._tenant(flight.tenant).stuck += 1
 
     def go_on(self, flight: Flight) -> None:
+        """It found room, or is given up. Once after each `hold`."""
         assert flight.tenant is not None
-        flight.tenant.stuck -= 1
-        self._forget(flight.tenant)
+        tenant = self._tenants[flight.tenant]
+        tenant.stuck -= 1
+        self._forget(tenant)
+
+    def _tenant(self, name: bytes) -> Tenant:
+        """One that may have been forgotten: its last unit leaves the queue before the entry finds no room."""
+        if name not in self._tenants:
+            self._tenants[name] = Tenant(self._sharers.enter(name))
+        return self._tenants[name]
 
     def _turn(self) -> tuple[Tenant, Share] | None:
         turns = [tenant for tenant in self._tenants.values() if tenant.wanting and not tenant.stuck]
@@ -143,6 +149,6 @@ class Batcher:
         self._forget(tenant)
 
     def _forget(self, tenant: Tenant) -> None:
-        if not tenant.wanting and not tenant.stuck and self._tenants.get(tenant.sharer.key) is tenant:
+        if not tenant.wanting and not tenant.stuck:
             del self._tenants[tenant.sharer.key]
             self._sharers.leave(tenant.sharer)

@@ -83,8 +83,14 @@ class Claims:
             pause, waited = min(1.5 * pause, _LONGEST), True
             if (found := await look()) is not None:
                 return found
+        if not waited:
+            return None
         # Who had the claim may have put the entry between our last look and our claim.
-        found = await look() if waited else None
+        try:
+            found = await look()
+        except BaseException:
+            self.end(key)
+            raise
         if found is not None:
             self.end(key)
         return found

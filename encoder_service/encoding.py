@@ -279,8 +279,9 @@ class Encoding:
         """
         feeding = asyncio.create_task(self._feed(announcing, plan, go, indices, number))
         try:
-            async for ready in announcing.ready():
-                yield ready
+            async with aclosing(announcing.ready()) as told:
+                async for ready in told:
+                    yield ready
             decoded = await feeding
             if decoded is not None:
                 yield decoded

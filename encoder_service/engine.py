@@ -8,10 +8,8 @@ frames and keys. It knows no request, no file and no wire.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -32,6 +30,7 @@ from chiasm.models.family import EncoderHalf, Grid, MediumPlan, Processor, Trunk
 from encoder_service.batcher import Batcher, Share
 from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds
 from encoder_service.claims import Claims
+from encoder_service.counts import EngineCounts
 from encoder_service.device import Device, Entry
 from encoder_service.flights import Flight, Flights, Unit, Waiter
 from encoder_service.publish import Publisher
@@ -49,20 +48,6 @@ class Announced(NamedTuple):
     contract: Contract
     place: Place
     cached: bool
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """Since the engine was made."""
-
-    encoded_units: int = 0
-    cached_units: int = 0
-    joined_units: int = 0
-    dropped_units: int = 0
-    rejected_headers: int = 0
-    """Of entries that were there and not what their key promises."""
-    batches: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
-    """Units of the last thousand passes through the model."""
 
 
 class EncoderEngine:

@@ -18,7 +18,7 @@ from chiasm.cache.store import Lease
 from chiasm.models.family import Grid
 
 if TYPE_CHECKING:
-    from encoder_service.batcher import Share, Tenant
+    from encoder_service.batcher import Share
 
 
 class Unit(NamedTuple):
@@ -71,13 +71,13 @@ class Flight:
     Attributes:
         waiters: who waits for it, in the order they came; nobody, once all have left.
         wanted_by: while it is queued, the calls that want it, and how often each does.
-        tenant: for whom it left the queue.
+        tenant: for whom it left the queue, by the name of its share.
     """
 
     unit: Unit
     waiters: list[Waiter] = field(default_factory=list)
     wanted_by: dict[Share, int] = field(default_factory=dict)
-    tenant: Tenant | None = None
+    tenant: bytes | None = None
 
     @property
     def queued(self) -> bool:

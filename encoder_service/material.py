@@ -174,8 +174,8 @@ class _List(Material):
     def digest(self) -> bytes | None:
         return digest_of_parts(self._header, self._parts) if len(self._parts) == len(self._headers) else None
 
-    async def probe(self) -> Probed:
-        first = self._first = await self._come()
+    async def probe(self, aside: Aside = nullcontext) -> Probed:
+        first = self._first = await self._come(aside)
         with self._opening_frame(first):
             return await self._listed.probe(first)
 
@@ -186,7 +186,7 @@ class _List(Material):
     async def decode(self, indices: Sequence[int], aside: Aside = nullcontext) -> AsyncGenerator[Frame | Decoded, None]:
         wanted = frozenset(indices)
         if self._first is None:
-            await self.probe()
+            await self.probe(aside)
         for number in range(len(self._headers)):
             frame = self._first if number == 0 else await self._come(aside)
             assert frame is not None, "the first frame was probed, and a list is decoded once"

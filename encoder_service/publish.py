@@ -97,7 +97,8 @@ class Publisher:
                     shared=waiter is not None and waiter.shared,
                 )
             except Overloaded as error:
-                if not error.retryable or lease is None or time.monotonic() >= began + lease.seconds:
+                waiter = flight.unsettled()  # somebody may have come, or left, meanwhile
+                if not error.retryable or waiter is None or time.monotonic() >= began + waiter.lease.seconds:
                     raise
                 if not refused:
                     refused = True

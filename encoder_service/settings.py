@@ -27,7 +27,11 @@ class EncoderSettings(WorkerSettings):
     """The encoder service: decodes media, encodes their units and keeps the entries in the node's arena."""
 
     media_workers: int = Field(
-        default=2, ge=1, le=256, description="processes that open media, each one medium at a time"
+        default=2,
+        ge=1,
+        le=256,
+        description="media that are opened or decoded at a time, each in a process of its own; four times as many "
+        "videos may be under way, most of them waiting for the model",
     )
     max_patches: int = Field(
         default=MAX_PATCHES,

@@ -71,6 +71,7 @@ class Coordinator(Work):
             deadline=deadline,
             credit=credit,
             spread=spread,
+            priority=request.priority,
         )
         self._request = request
         self._seed = checked.seed_of(request.sampling)

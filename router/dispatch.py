@@ -136,7 +136,7 @@ class Dispatch:
 
     def _send(self) -> None:
         self.sending = True
-        self._known = False
+        self._known = self._gone  # of one that is asked for after go, sizes and all else were told from memory
         self._wanted.set()
 
     def _settle(self) -> None:

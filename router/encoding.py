@@ -93,13 +93,13 @@ class Encoding:
         self.waiting = False
         self._revision = 0
         self._usage: pb.MediaUsage | None = None
-        self._cached = 0
         self._elsewhere: set[int] = set()  # units that other encoders make
         self._attempt = 0
         self._losses = 0
         self._siblings: epb.EncodeSiblings | None = None
         self._gone = False
-        self._calls: list[Dispatch] = []
+        self._calls: dict[Dispatch, EncoderWorker] = {}
+        self._fallen: set[Dispatch] = set()  # calls that broke with a worker that is counted already
         self._first: Dispatch | None = None  # the one for the whole medium, which waits for go
         self._missing: set[int] = set()
         self._doubted: set[int] = set()  # of those: whose entries were found wanting
@@ -138,8 +138,9 @@ class Encoding:
     def usage(self) -> pb.MediaUsage | None:
         """Of the whole medium, once an encoder came to its end."""
         if self._usage is not None and self._usage.HasField("units_cached"):
-            # By all calls together, and what no call was asked for.
-            self._usage.units_cached = self._cached + len(self.held - self.announced.keys())
+            # By all calls together, as each unit was announced last, and what no call was asked for.
+            cached = sum(ready.cached for ready in self.announced.values())
+            self._usage.units_cached = cached + len(self.held - self.announced.keys())
         return self._usage
 
     def missing(self, unit: int) -> None:
@@ -223,7 +224,7 @@ class Encoding:
                 call.go(_go(self._wanted()))
         if part is None:
             self._first = call
-        self._calls.append(call)
+        self._calls[call] = worker
         try:
             async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
                 async for response in responses:
@@ -235,7 +236,7 @@ class Encoding:
             if error.reason == "DRAINING":  # it has not begun: that costs the medium nothing but a moment
                 await asyncio.sleep(PAUSE)
                 return None
-            self._losses += 1
+            self._count_loss(call, worker)
             if self._losses >= EXECUTIONS:
                 raise Unavailable(
                     "ENCODER_LOST",
@@ -248,10 +249,17 @@ class Encoding:
         except InvalidRequest as error:
             raise error.at(self.item) from None
         finally:
-            self._calls.remove(call)
+            del self._calls[call]
+            self._fallen.discard(call)
         if not call.ended:
             raise ServerError("STREAM_BROKEN", "an encoder ended its stream before its medium", item=self.item)
         return call.units
+
+    def _count_loss(self, call: Dispatch, worker: EncoderWorker) -> None:
+        """A worker that is lost is one loss, however many calls about this medium it had."""
+        if call not in self._fallen:
+            self._losses += 1
+            self._fallen.update(other for other, at in self._calls.items() if at is worker)
 
     def _on(self, call: Dispatch, response: epb.EncodeResponse, part: _Part | None) -> None:
         which = response.WhichOneof("message")
@@ -267,7 +275,6 @@ class Encoding:
             if ready.unit in self.announced:
                 call.attached(ready.unit)  # another call was quicker: the decoder takes that one
                 return
-            self._cached += ready.cached
             self.announced[ready.unit] = ready
             self._request.on_ready(self, ready)
         elif which == "end" and part is None:

@@ -118,7 +118,7 @@ class Uploads:
                 self._kept.pop((tenant, handle), None)
             await upload.fail(error if isinstance(error, ChiasmError) else _protocol("broken", "the sender left"))
             raise
-        if before is not None and before.bytes_digest != upload.bytes_digest:
+        if before is not None and before.medium_digest != upload.medium_digest:
             raise _in_use(handle)
         kept = before or upload
         response = rpb.UploadResponse(handle=handle, byte_length=upload.size, digest=upload.bytes_digest)

@@ -25,7 +25,6 @@ from router.spread import Spread
 SLACK: Final = 1.0
 """Seconds that a worker's deadline lies behind the request's own, which names the stage and must be heard first."""
 
-
 WHOLE: Final = Spread()
 
 
@@ -39,6 +38,7 @@ class Work(ABC):
         deadline: by `time.monotonic`; None for none.
         credit: bytes of entries each call may have pinned before any is attached.
         spread: how a medium may be shared out.
+        priority: of the request among those of its tenant; higher goes first.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Work(ABC):
         deadline: float | None,
         credit: int,
         spread: Spread = WHOLE,
+        priority: int = 0,
     ) -> None:
         self.fleet = fleet
         self.model = model
@@ -64,6 +65,7 @@ class Work(ABC):
         self._deadline = deadline
         self._credit = credit
         self._spread = spread
+        self._priority = priority
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- time and tasks ----------------------------------------------------------------------------------------------
@@ -186,6 +188,7 @@ class Work(ABC):
             sampling=self._asked[encoding.slot].sampling,
             file_digest=digest,
             initial_credit=self._credit,
+            priority=self._priority,
             reader_arena_id=self.decoder.reach.arena,
             form=pb.ENTRY_FORM_UNSPECIFIED if form is None else form,
         )

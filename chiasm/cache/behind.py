@@ -62,6 +62,14 @@ class Behind:
         if (made := self._making.get(key)) is not None:
             await asyncio.wait([made])
 
+    async def arrived(self, key: EntryKey) -> None:
+        """Returns when nothing waits and nothing is being written under a key."""
+        while key in self._waiting or key in self._making:
+            if self._making:
+                await asyncio.wait(list(self._making.values()), return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(0)  # a writer has just been made for it
+
     async def paused(self) -> None:
         """Returns when what is being written now has been."""
         if self._making:
@@ -80,12 +88,17 @@ class Behind:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _run(self) -> None:
-        while (key := next((key for key in self._waiting if key not in self._making), None)) is not None:
-            nbytes, write = self._waiting.pop(key)
-            self._making[key] = made = asyncio.get_running_loop().create_future()
-            try:
-                await write()
-            finally:
-                self.bytes -= nbytes
-                del self._making[key]
-                made.set_result(None)
+        try:
+            while (key := next((key for key in self._waiting if key not in self._making), None)) is not None:
+                nbytes, write = self._waiting.pop(key)
+                self._making[key] = made = asyncio.get_running_loop().create_future()
+                try:
+                    await write()
+                finally:
+                    self.bytes -= nbytes
+                    del self._making[key]
+                    made.set_result(None)
+        finally:  # at once: whoever adds something next makes another writer for it
+            task = asyncio.current_task()
+            assert task is not None
+            self._running.discard(task)

@@ -118,7 +118,9 @@ class TieredStore:
         return await self.near.claim(key, seconds) and await self.far.claim(key, seconds)
 
     async def unclaim(self, key: EntryKey) -> None:
+        """As `EntryStore.unclaim`, when what is to be written behind is written: others look for it there."""
         await self.near.unclaim(key)
+        await self.behind.arrived(key)
         await self.far.unclaim(key)
 
     async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:

@@ -22,6 +22,7 @@ from chiasm.errors import InvalidRequest, ServerError, StatusError
 from chiasm.media import framing
 from chiasm.media.job import Job
 from chiasm.media.open import check
+from chiasm.media.places import Place, Places
 from chiasm.media.process import Answer, Died, Worker, message
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Picture, Probed
 
@@ -29,6 +30,9 @@ from chiasm.media.types import Decoded, Frame, Limits, MediaSource, Picture, Pro
 JOBS_PER_WORKER = 200
 # Seconds that a job goes on whose caller has left. About what starting another process takes.
 LINGER = 0.5
+# Videos that are being decoded, for each process that works: the others wait for their readers. They take memory and no
+# processor.
+LONG = 4
 # Processor time is what is limited; the clock only catches a worker that sleeps, on a machine that may be busy.
 _WALL_FACTOR = 10.0
 _WALL_EXTRA = 30.0
@@ -39,7 +43,9 @@ class Sandbox:
     """Opens and decodes media in worker processes. Usable from one event loop; starts nothing until it is used.
 
     Args:
-        workers: how many media are parsed at a time; further ones wait their turn, first come first served.
+        workers: how many media are parsed at a time; further ones wait their turn, first come first served. A video
+            whose reader takes its time lets others go on and keeps its process, so there are `LONG` videos for each at
+            most.
         limits: what one medium may claim or contain, and what one job may use.
         jobs_per_worker: after so many jobs a worker is replaced.
     """
@@ -49,7 +55,7 @@ class Sandbox:
         assert jobs_per_worker >= 1
         self.limits = limits
         self._jobs_per_worker = jobs_per_worker
-        self._turns = asyncio.Semaphore(workers)
+        self._places = Places(workers, LONG * workers)
         self._idle: list[Worker] = []
         self._living: set[Worker] = set()
         self._ending: set[Worker] = set()
@@ -117,9 +123,15 @@ class Sandbox:
         try:
             check(source, self.limits)
             async with aclosing(self._run({"do": "decode"}, source, indices)) as events:
+                picture: list[Frame | Decoded] = []
                 async for event in events:
                     assert isinstance(event, (Frame, Decoded))
-                    yield event
+                    if source.kind == "image":
+                        picture.append(event)  # its process is done before its reader takes its time
+                    else:
+                        yield event
+            for event in picture:
+                yield event
         except StatusError as error:
             raise _at(error, item) from error.__cause__
 
@@ -171,8 +183,10 @@ class Sandbox:
         counts: whether it makes its worker older; the pictures of a list do so once.
         """
         given = 0
-        await self._turns.acquire()
-        kept = True  # the turn: whoever leaves in the middle leaves it to the job
+        long = do["do"] == "decode" and source.kind == "video"
+        place = Place(self._places, long=long)
+        await place.take()
+        kept = True  # the place: whoever leaves in the middle leaves it to the job
         try:
             for attempt in (1, 2):
                 seen = 0
@@ -185,7 +199,10 @@ class Sandbox:
                         seen += 1
                         if seen > given:
                             given = seen
+                            if long:
+                                place.stand_by()
                             yield event
+                            await place.go_on()
                 except InvalidRequest as error:
                     if error.facts.get("cause") == "memory_limit":
                         self._end(worker)  # what it could not get once it may have kept in pieces
@@ -210,7 +227,8 @@ class Sandbox:
                         ) from error
                 except BaseException:
                     kept = False
-                    leaving = asyncio.create_task(self._abandon(worker, job))
+                    place.keep()
+                    leaving = asyncio.create_task(self._abandon(worker, job, place))
                     self._abandoned.add(leaving)
                     leaving.add_done_callback(self._abandoned.discard)
                     raise
@@ -220,9 +238,9 @@ class Sandbox:
                     return
         finally:
             if kept:
-                self._turns.release()
+                place.end()
 
-    async def _abandon(self, worker: Worker, job: Job[Answer]) -> None:
+    async def _abandon(self, worker: Worker, job: Job[Answer], place: Place) -> None:
         """The caller has left in the middle of a job. A short one comes to its end, and its process lives on: starting
         another costs more. A longer one is ended with its process."""
         try:
@@ -231,7 +249,7 @@ class Sandbox:
             else:
                 self._end(worker)
         finally:
-            self._turns.release()
+            place.end()
 
     def _demand_open(self) -> None:
         if self._closed:

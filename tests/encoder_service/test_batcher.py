@@ -84,6 +84,22 @@ def test_a_tenant_whose_entries_find_no_room_waits_alone() -> None:
     assert queue.take() == [a[1]]
 
 
+def test_a_tenant_of_which_nothing_was_queued_waits_for_room_too() -> None:
+    queue = batcher()
+    share = queue.share(b"a")
+    put(queue, share, 2)
+    first, second = queue.take()
+    queue.hold(first)
+    queue.hold(second)
+    later, other = put(queue, share, 1), put(queue, queue.share(b"b"), 1)
+    assert queue.take() == other
+    queue.go_on(first)
+    assert queue.take() == [], "another entry of it has no room yet"
+    queue.go_on(second)
+    assert queue.take() == later
+    assert not queue._tenants and not len(queue._sharers)
+
+
 def test_equal_grids_lie_side_by_side_in_a_pass() -> None:
     queue = batcher(max_patches=1000)
     share = queue.share(b"a")
@@ -95,7 +111,9 @@ def test_equal_grids_lie_side_by_side_in_a_pass() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["want", "join", "leave", "take"]), st.integers(0, 5), st.integers(0, 30)),
+        st.tuples(
+            st.sampled_from(["want", "join", "leave", "take", "hold", "go on"]), st.integers(0, 5), st.integers(0, 30)
+        ),
         max_size=60,
     )
 )
@@ -106,6 +124,7 @@ def test_whatever_comes_and_leaves_every_unit_leaves_once_and_nobody_is_remember
     shares = [queue.share(bytes([i % 3]), priority=i % 2) for i in range(6)]
     wanted: list[tuple[Flight, Share]] = []
     gone: list[Flight] = []
+    held: list[Flight] = []
     for act, who, which in acts:
         waiting = [one for one, _ in wanted if one.queued]
         if act == "want":
@@ -120,8 +139,17 @@ def test_whatever_comes_and_leaves_every_unit_leaves_once_and_nobody_is_remember
             last = not any(one is pair[0] for one, _ in wanted)
             assert queue.leave(*pair) == last
         elif act == "take":
-            gone += queue.take()
+            taken = queue.take()
+            assert not {one.tenant for one in taken} & {one.tenant for one in held}
+            gone += taken
+        elif act == "hold" and {*gone} - {*held}:
+            held.append([one for one in gone if one not in held][-1])
+            queue.hold(held[-1])
+        elif act == "go on" and held:
+            queue.go_on(held.pop(which % len(held)))
         assert len(queue) == len({one for one, _ in wanted if one.queued})
+    for one in held:
+        queue.go_on(one)
     while taken := queue.take():
         gone += taken
     assert len(gone) == len({*gone}) and {*gone} >= {one for one, _ in wanted}

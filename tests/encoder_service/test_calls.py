@@ -107,6 +107,23 @@ async def test_a_caller_that_ends_while_credit_is_waited_for_ends_the_call() -> 
         await still_serves(service)
 
 
+async def test_videos_that_wait_for_credit_keep_no_picture_from_being_opened_and_told() -> None:
+    """One process opens media at a time."""
+    async with running() as service, Sandbox() as sandbox:
+        videos = [Call(service, credit=1, sandbox=sandbox) for _ in range(2)]
+        for call, clip in zip(videos, digits.shipped_clips(), strict=False):
+            await call.sized(clip.path.read_bytes())
+            call.send(go=epb.EncodeGo())
+            assert (await call.next()).HasField("ready")
+        picture = Call(service, kind=pb.MEDIA_KIND_IMAGE, sandbox=sandbox)
+        await picture.sized(digits.shipped_images()[0][0].read_bytes())
+        picture.send(go=epb.EncodeGo())
+        assert (await picture.next()).HasField("ready")
+        for call in (*videos, picture):
+            await call.responses.aclose()
+        await until(lambda: not service.encoder.in_flight)
+
+
 @pytest.mark.parametrize("twice", ["go", "siblings"])
 async def test_a_message_too_many_ends_the_call(twice: str) -> None:
     async with running() as service:

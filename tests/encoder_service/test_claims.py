@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from chiasm.cache.arena import ArenaStore
 from chiasm.cache.entry import open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
+from chiasm.cache.place import Place
 from chiasm.cache.store import EntryStore, Lease
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.models.registry import Model, find
@@ -31,8 +33,8 @@ def server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def node(server: RedisServer) -> AsyncIterator[TieredStore]:
-    tiers = TieredStore(MemoryStore(1 << 24), store_at(server), policy=WritePolicy.THROUGH, near_name="memory")
+async def node(server: RedisServer, policy: WritePolicy = WritePolicy.THROUGH) -> AsyncIterator[TieredStore]:
+    tiers = TieredStore(MemoryStore(1 << 24), store_at(server), policy=policy, near_name="memory")
     try:
         yield tiers
     finally:
@@ -55,6 +57,48 @@ async def test_the_first_is_told_to_make_it_and_the_second_gets_what_it_made(ser
         assert await waiting == entry(1000, 7).header
         first.end(key("a"))
         await until(lambda: server.names("*:claim:*") == [])
+
+
+async def test_a_claim_lasts_until_what_is_written_behind_can_be_found(server: RedisServer) -> None:
+    async with node(server, WritePolicy.BEHIND) as one, node(server) as other:
+        first, second = Claims(one, seconds=60.0), Claims(other, patience=60.0)
+        assert await first.wait(key("a"), lambda: look(one)) is None
+        may_write, put = asyncio.Event(), one.far.put
+
+        async def putting(*args: Any, **given: Any) -> Place:
+            await may_write.wait()
+            return await put(*args, **given)
+
+        one.far.put = putting  # type: ignore[method-assign]
+        waiting = asyncio.create_task(second.wait(key("a"), lambda: look(other)))
+        await one.put(entry(1000, 7), key("a"))
+        first.end(key("a"))
+        before = other.far.stats().misses
+        await until(lambda: other.far.stats().misses > before + 2)
+        assert not waiting.done(), "it would make the entry once more"
+        may_write.set()
+        assert await waiting == entry(1000, 7).header
+        await until(lambda: server.names("*:claim:*") == [])
+
+
+async def test_who_leaves_after_it_has_claimed_gives_the_claim_back(server: RedisServer) -> None:
+    async with node(server) as one, node(server) as other:
+        first, second = Claims(one, seconds=60.0), Claims(other, seconds=60.0, patience=60.0)
+        assert await first.wait(key("a"), lambda: look(one)) is None
+        looking = asyncio.Event()
+
+        async def looks() -> bytes | None:
+            if server.names("*:claim:*") and not one.far._claims:
+                looking.set()
+                await asyncio.Event().wait()
+            return await look(other)
+
+        waiting = asyncio.create_task(second.wait(key("a"), looks))
+        first.end(key("a"))
+        await looking.wait()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await until(lambda: server.names("*:claim:*") == [] and not other.far._claims)
 
 
 async def test_who_ends_its_claim_without_an_entry_leaves_it_to_the_next(server: RedisServer) -> None:

@@ -258,6 +258,34 @@ async def test_a_pin_that_cannot_be_had_fails_one_caller_and_not_the_others() ->
                 await one.assert_told(result, lease)
 
 
+async def test_who_comes_while_nobody_waited_for_room_waits_for_it() -> None:
+    async with world() as one:
+        put, tried = one.store.put, asyncio.Event()
+        leases: list[Lease | None] = []
+
+        async def crowded(sealed: Sealed, key: EntryKey, *, lease: Lease | None = None, **given: Any) -> Place:
+            leases.append(lease)
+            if lease is None:
+                tried.set()
+                await one.store.may_put.wait()
+            if len(leases) <= 2:
+                raise full(1, 2)
+            return await put(sealed, key, lease=lease, **given)
+
+        one.store.put = crowded  # type: ignore[method-assign]
+        one.hold("put")
+        leaving = one.ask(1, Lease.of(60))
+        await until(lambda: bool(leases))
+        leaving.cancel()
+        await tried.wait()
+        lease = Lease.of(60)
+        coming = one.ask(1, lease)
+        await until(lambda: one.engine.counts.joined_units == 1)
+        one.let_go()
+        await one.assert_told(await coming, lease)
+        assert [one is None for one in leases] == [False, True, False] and one.encoded == 1
+
+
 async def test_an_entry_that_went_before_the_next_in_line_had_its_pin_is_put_again() -> None:
     async with world() as one:
         put = one.store.put

@@ -148,6 +148,7 @@ async def test_the_first_unit_of_a_file_is_announced_before_its_last_frame_is_de
         assert (await call.next()).ready.unit == 0
         assert 1 <= sandbox.given <= AHEAD + 3
         await call.responses.aclose()
+        await until(lambda: not service.encoder.in_flight)
 
 
 # -- the same however it comes -----------------------------------------------------------------------------------------
@@ -306,6 +307,35 @@ async def test_the_digest_of_a_list_is_that_of_all_its_bytes_although_they_were_
         frames = [event async for event in material.decode(range(4)) if isinstance(event, Frame)]
         assert len(frames) == 4 and inbox.held == 0
         assert material.digest == medium_digest(opened.media, pictures)
+        await inbox.close()
+
+
+async def test_a_list_whose_first_frame_was_never_asked_for_waits_aside_for_it_too() -> None:
+    """As one that is remembered, and of which some entries are gone."""
+    opened = epb.EncodeOpen(tenant_root=bytes(32), media=pb.MediaHeader(kind=pb.MEDIA_KIND_VIDEO))
+    opened.media.frames.CopyFrom(encoded(2))
+    come = asyncio.Event()
+    turns = Turns(max_waiting=2, max_running=1)
+
+    async def requests() -> AsyncIterator[epb.EncodeRequest]:
+        yield epb.EncodeRequest(open=opened)
+        await come.wait()
+        for number, data in enumerate(scenes(2)):
+            yield epb.EncodeRequest(chunk=piece(number, data, last=number == 1))
+
+    async with Sandbox() as sandbox:
+        inbox = Inbox(requests(), max_bytes=1 << 20)
+        material = Material.of(await inbox.start(), inbox, sandbox, Quarantine())
+        with turns.enter() as turn:
+            await turn.begin()
+
+            async def decoded() -> int:
+                return len([event async for event in material.decode([0, 1], turn.aside)])
+
+            decoding = asyncio.create_task(decoded())
+            await until(lambda: turns.running == 0)
+            come.set()
+            assert await decoding == 3 and turns.running == 1
         await inbox.close()
 
 

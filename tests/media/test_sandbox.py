@@ -20,7 +20,7 @@ import pytest
 from chiasm.errors import InvalidRequest, ServerError
 from chiasm.media import confine, framing
 from chiasm.media.listed import Listed
-from chiasm.media.sandbox import Sandbox
+from chiasm.media.sandbox import LONG, Sandbox
 from chiasm.media.types import Decoded, Frame, Limits, MediaSource
 from tests.media import make
 from tests.media.ask import frames, listed, opened, refusal
@@ -135,6 +135,41 @@ async def test_a_list_that_waits_for_its_next_picture_holds_no_worker() -> None:
         await waiting.open(picture)
         assert (await frames(sandbox, PICTURE))[1].frames == 1
         await waiting.open(picture)
+        assert len(sandbox.pids) == 1
+
+
+async def test_a_video_that_waits_for_its_reader_keeps_nobody_else_from_being_opened() -> None:
+    async with Sandbox() as sandbox, aclosing(sandbox.decode(large_video(), range(12))) as events:
+        shown = [await anext(events)]
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
+        shown.append(await anext(events))
+        assert (await frames(sandbox, PICTURE))[1].frames == 1
+        assert len(sandbox.pids) == 2
+        shown += [event async for event in events]
+        assert shown[-1] == Decoded(12, False)
+        assert [event.index for event in shown if isinstance(event, Frame)] == [*range(12)]
+
+
+async def test_so_many_videos_wait_for_their_readers_a_further_one_waits_for_them_and_no_picture_does() -> None:
+    async with Sandbox() as sandbox:
+        videos = [sandbox.decode(large_video(), range(12)) for _ in range(LONG)]
+        for video in videos:
+            await anext(video)
+        further = asyncio.create_task(frames(sandbox, large_video()))
+        await asyncio.sleep(0.05)
+        assert not further.done() and len(sandbox.pids) == LONG
+        assert (await frames(sandbox, PICTURE))[1].frames == 1
+        await videos[1].aclose()
+        assert (await further)[1].frames == 1
+        for video in videos:
+            await video.aclose()
+        assert len(sandbox.pids) <= LONG + 1
+
+
+async def test_a_picture_whose_reader_takes_its_time_holds_no_process() -> None:
+    async with Sandbox() as sandbox, aclosing(sandbox.decode(PICTURE, (0,))) as events:
+        await anext(events)
+        assert (await sandbox.probe(PICTURE)).found == "PNG"
         assert len(sandbox.pids) == 1
 
 

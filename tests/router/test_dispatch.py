@@ -64,7 +64,7 @@ class Encoder:
 class Call:
     """A dispatch of so many frames, or of a file in as many pieces, that runs."""
 
-    def __init__(self, *, listed: bool = True, credit: int = 100) -> None:
+    def __init__(self, *, listed: bool = True, credit: int = 100, digest: bytes | None = None) -> None:
         frames = [pb.Frame(header=pb.FrameHeader(), data=bytes([i])) for i in range(COUNT)]
         medium = pb.Media(kind=pb.MEDIA_KIND_VIDEO, frames=pb.FrameSequence(frames=frames, fps=1))
         if not listed:
@@ -72,7 +72,7 @@ class Call:
         self.encoder = Encoder()
         calls: EncoderCalls = self.encoder
         self.worker: EncoderWorker = Worker(bytes(16), calls)
-        self.dispatch = Dispatch(epb.EncodeOpen(initial_credit=credit), Inline(medium))
+        self.dispatch = Dispatch(epb.EncodeOpen(initial_credit=credit, file_digest=digest), Inline(medium))
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -117,6 +117,32 @@ async def test_frames_are_held_back_while_there_is_no_credit_for_their_units() -
     call.dispatch.go(epb.EncodeGo())
     assert await call.sent() == before
     call.dispatch.attached(0)
+    assert await call.sent() == COUNT
+    await call.end()
+
+
+async def test_frames_that_are_asked_for_after_go_are_held_back_too_while_there_is_no_credit() -> None:
+    """Of a list that is remembered, and of which some entries are gone."""
+    call = Call(digest=bytes(32))
+    call.encoder.say(probed=epb.EncodeProbed(probe=pb.Probe()))
+    call.encoder.say(sized=epb.EncodeSized())
+    await call.sent()
+    call.dispatch.go(epb.EncodeGo())
+    for unit in range(2):
+        call.encoder.say(ready=epb.EncodeReady(unit=unit, entry=pb.Entry(byte_length=60)))
+    call.encoder.say(probed=epb.EncodeProbed(probe=pb.Probe(), bytes_wanted=True))
+    assert await call.sent() <= 1
+    call.dispatch.attached(0)
+    assert await call.sent() == COUNT
+    await call.end()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_frames_that_tell_what_a_list_is_are_never_held_back(gone: bool) -> None:
+    call = Call(digest=bytes(32))
+    if gone:
+        call.dispatch.go(epb.EncodeGo())
+    call.encoder.say(probed=epb.EncodeProbed(bytes_wanted=True))
     assert await call.sent() == COUNT
     await call.end()
 

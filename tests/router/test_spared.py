@@ -144,6 +144,7 @@ async def test_a_decoder_that_finds_an_entry_wanting_has_it_made_afresh_from_byt
         assert fleet.encoders is not None and fleet.encoders.chunks == 1
         assert [go.afresh for go in fleet.encoders.goes] == [False, True]
         assert service.encoder.counts.encoded_units == encoded + 1
+        assert again.media[0].units_cached == UNITS - 1
         await settled(service)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.fleet import DecoderWorker, EncoderWorker, Served
 from router.spread import Spread
 from tests import digits
 from tests.asking import forget, question, running, video
@@ -48,6 +50,16 @@ async def test_each_of_two_encoders_makes_its_share_and_no_unit_is_made_twice() 
         again = await answer(MeddledFleet(service, others=[untouched]), question("?", video(CLIP.path.read_bytes())))
         assert again.encoded == 0
         await settled(service)
+
+
+async def test_the_priority_of_a_request_is_told_to_every_encoder_of_its_media() -> None:
+    request = question("Read the digits.", video(CLIP.path.read_bytes()))
+    request.priority = 7
+    async with running() as service:
+        fleet = MeddledFleet(service, others=[untouched])
+        await answer(fleet, request, spread=TWO)
+        assert fleet.encoders is not None
+        assert [opened.priority for opened in [*fleet.encoders.opened, *fleet.others[1].opened]] == [7, 7]
 
 
 async def test_a_short_medium_is_one_encoders() -> None:
@@ -88,6 +100,38 @@ async def test_two_losses_over_one_medium_are_the_last_whoever_is_lost() -> None
         with pytest.raises(Unavailable) as caught:
             await answer(fleet, question("Read the digits.", video(CLIP.path.read_bytes())), spread=TWO)
         assert caught.value.reason == "ENCODER_LOST"
+        await settled(service)
+
+
+async def test_a_worker_that_is_lost_with_two_calls_about_one_medium_is_one_loss() -> None:
+    class One(MeddledFleet):
+        """Its encoder is the only one that is left when the medium was shared out."""
+
+        only: EncoderWorker | None = None
+
+        async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
+            self.only = self.only or await super().encoder(model, decoder, hint=hint)
+            return self.only
+
+    broken = asyncio.Event()
+    began: set[int] = set()
+
+    async def dies(number: int) -> None:
+        began.add(number)
+        if len(began) == 2:
+            broken.set()
+        await broken.wait()
+        raise Unavailable("CONNECTION_LOST", "the connection broke before the stream had ended")
+
+    def meddle(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool | Awaitable[None]:
+        return dies(number) if number <= 2 and response.WhichOneof("message") == "ready" else True
+
+    async with running() as service:
+        fleet = One(service, encoder=meddle, others=[untouched])
+        got = await answer(fleet, question("Read the digits.", video(CLIP.path.read_bytes())), spread=TWO)
+        assert got.text == CLIP.answer
+        assert began == {1, 2} and fleet.encoders is not None and fleet.encoders.calls == 4
+        await forget(service)
         await settled(service)
 
 

@@ -346,3 +346,19 @@ async def test_a_handle_is_still_there_when_it_is_given_out_although_room_was_wa
     sender.send(None)
     assert (await receiving).handle == HANDLE
     assert await find(uploads) is first
+
+
+async def test_equal_bytes_in_other_frames_are_another_medium() -> None:
+    uploads = Uploads(UploadLimits())
+
+    def cut(*frames: bytes) -> AsyncIterator[rpb.UploadRequest]:
+        opening = header()
+        opening.header.media.frames.frames.extend([pb.FrameHeader()] * len(frames))
+        pieces = [piece(data, frame=at, last=at == len(frames) - 1) for at, data in enumerate(frames)]
+        return sent(opening, *pieces)
+
+    for _ in range(2):
+        await uploads.receive(TENANT, cut(b"ab", b"c"))
+    with pytest.raises(InvalidRequest) as caught:
+        await uploads.receive(TENANT, cut(b"a", b"bc"))
+    assert caught.value.reason == "UPLOAD_IN_USE"
