@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from chiasm import AsyncClient, Finished, Started, Token
 from chiasm.client import Content, Event, Generation
-from chiasm.errors import ChiasmError
+from chiasm.errors import ChiasmError, StatusError
 from tests.chaos.asking import MAX_TOKENS, MODEL, Handles, Question, Questions, Truth
 
 DEADLINE = 60.0
@@ -50,7 +50,7 @@ class Judge:
     """Asks, and holds what comes against the truth.
 
     Args:
-        allowed: reasons of errors with which a request may end.
+        allowed: reasons of errors with which a request may end. Each must say that it may be sent again.
     """
 
     def __init__(self, client: AsyncClient, truth: Truth, allowed: Collection[str], seed: int) -> None:
@@ -77,7 +77,7 @@ class Judge:
             async with asyncio.timeout(DEADLINE + GRACE):
                 left = await self._follow(content, events, self._place(truth) if leaving else None)
         except ChiasmError as error:
-            if error.reason in self._allowed and not any(isinstance(event, Finished) for event in events):
+            if self._may_be(error) and not any(isinstance(event, Finished) for event in events):
                 self.verdict.errors[error.reason] += 1
                 self.verdict.errors_after[self.verdict.meanwhile][error.reason] += 1
                 self._check_part(question, events, truth)
@@ -92,6 +92,11 @@ class Judge:
                 self._check_part(question, events, truth)
             elif self._check_whole(question, events, truth):
                 self.verdict.right += 1
+
+    def _may_be(self, error: ChiasmError) -> bool:
+        """A header that was written over twice reads as an entry of another kind: sending again mends no such thing."""
+        again = error.retryable or (isinstance(error, StatusError) and "field" in error.facts)
+        return error.reason in self._allowed and again
 
     def _place(self, truth: Generation) -> float | int:
         """Where a client leaves: after some events, or after some seconds."""
