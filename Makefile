@@ -16,13 +16,14 @@ PIP := $(PY) -m pip --disable-pip-version-check
 EDITABLE := --config-settings editable_mode=compat
 # Set PYTEST_ARGS to run a part: make test PYTEST_ARGS="tests/rpc -k status"
 PYTEST_ARGS ?=
-# How long each part of `make fuzz` runs.
+# How long each part of `make fuzz`, or all of `make chaos`, runs, and which faults the latter draws.
 MINUTES ?= 30
+SEED ?= 0
 
 # One thread of arithmetic per test process, otherwise the workers fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test fuzz check proto proto-baseline bench fmt clean
+.PHONY: help demo test fuzz chaos check proto proto-baseline bench fmt clean
 
 help:  ## Prints this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -49,6 +50,9 @@ test: $(VENV)/.dev  ## Sets up .venv and runs all tests.
 fuzz: $(VENV)/.dev  ## Runs what the tests run a slice of, MINUTES (30) each: timelines, damaged media.
 	$(PY) -m tests.fuzz.timelines --minutes $(MINUTES)
 	$(PY) -m tests.fuzz.media --minutes $(MINUTES)
+
+chaos: $(VENV)/.dev  ## Hurts running systems of processes for MINUTES (30), with the digits as judge; SEED (0).
+	$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
 	$(VENV)/bin/ruff check .

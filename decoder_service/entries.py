@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import UnitName, unit_name
 from decoder_service.model import DecoderModel
 from decoder_service.sequence import DecodeSequence
+
+RETRY_AFTER: Final = 1.0
+"""Seconds after which entries that were not to be had may be: a store that nodes share may be down meanwhile."""
 
 _Pin: TypeAlias = tuple[EntryKey, bytes]
 """An entry and the lease on it."""
@@ -145,7 +148,7 @@ class Entries:
 
     async def ask_again(self, name: UnitName, cause: str) -> list[dpb.DecodeResponse]:
         """Asks for a unit once more, unless another sequence has done so. Raises ServerError ENTRY_MISSING at the
-        second time."""
+        second time: it may be sent again, unless what is there is not what this model reads."""
         if name in self._coming:
             return []
         self._announced.pop(name, None)
@@ -157,7 +160,9 @@ class Entries:
             found = self._found.get(name)
             what = f"an entry was {cause} twice" if found is None else f"an entry was found twice with {found}"
             facts = {} if found is None else found._asdict()
-            raise ServerError("ENTRY_MISSING", what, item=self._item_of(name.slot), facts=facts)
+            retry_after = None if cause == "contract" else RETRY_AFTER
+            item = self._item_of(name.slot)
+            raise ServerError("ENTRY_MISSING", what, item=item, retry_after=retry_after, facts=facts)
         missing = dpb.DecodeMissing(unit=pb.UnitRef(slot=name.slot, unit=name.unit), cause=cause)
         return [dpb.DecodeResponse(missing=missing)]
 

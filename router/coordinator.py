@@ -197,7 +197,7 @@ class Coordinator(Work):
         told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
         for medium in self.media:
             if medium.sized is not None:
-                told.put(sized_at(medium))
+                told.put(self._sized_at(medium))
         return told
 
     def _opened(self) -> dpb.DecodeOpen:
@@ -263,7 +263,16 @@ class Coordinator(Work):
     # -- what the media tell -----------------------------------------------------------------------------------------
 
     def on_sized(self, encoding: Encoding) -> None:
-        self._told.put(sized_at(encoding))
+        self._told.put(self._sized_at(encoding))
+
+    def _sized_at(self, medium: Encoding) -> dpb.DecodeRequest:
+        message = sized_at(medium)
+        assert medium.sized_by is not None, "somebody has sized it"
+        encoder, form = medium.sized_by
+        if form != self.form_of(encoder):  # it was asked for another decoder: entries for this one have other keys
+            for unit in message.sized.units:
+                unit.ClearField("key")
+        return message
 
     def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
         if self.takes(ready.entry.form):

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from google.rpc.status_pb2 import Status
 
 from chiasm.rpc.status import from_status
+from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.fleet import EncoderWorker
 from router.media import Source
@@ -79,6 +80,11 @@ class Dispatch:
         self.sending = False
         if not opened.HasField("file_digest"):
             self._send()
+
+    @property
+    def form(self) -> pb.EntryForm.ValueType:
+        """In which it asks for entries."""
+        return self._opened.form
 
     def siblings(self, siblings: epb.EncodeSiblings) -> None:
         self._outbox.put(epb.EncodeRequest(siblings=siblings))

@@ -72,6 +72,7 @@ class Encoding:
     Attributes:
         probe: None until it is known.
         sized: what the units are, as far as is known; None before.
+        sized_by: who said it, and the form in which entries were asked for: keys that are told are of that form.
         announced: the newest announcement of each unit.
         held: units that the decoder has without being given them.
         times: of the encoder that came to the end.
@@ -86,6 +87,7 @@ class Encoding:
         self.source = source
         self.probe: pb.Probe | None = None
         self.sized: epb.EncodeSized | None = None
+        self.sized_by: tuple[EncoderWorker, pb.EntryForm.ValueType] | None = None
         self.announced: dict[int, epb.EncodeReady] = {}
         self.held: set[int] = set()
         self.times = pb.StageTimes()
@@ -228,7 +230,7 @@ class Encoding:
         try:
             async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
                 async for response in responses:
-                    self._on(call, response, part)
+                    self._on(call, worker, response, part)
         except LOST as error:
             self._request.lost(worker)
             if call.ended:
@@ -261,7 +263,7 @@ class Encoding:
             self._losses += 1
             self._fallen.update(other for other, at in self._calls.items() if at is worker)
 
-    def _on(self, call: Dispatch, response: epb.EncodeResponse, part: _Part | None) -> None:
+    def _on(self, call: Dispatch, worker: EncoderWorker, response: epb.EncodeResponse, part: _Part | None) -> None:
         which = response.WhichOneof("message")
         if which == "probed" and response.probed.HasField("probe") and self.probe is None:
             self.probe = response.probed.probe
@@ -269,7 +271,7 @@ class Encoding:
         elif which == "sized":
             call.units = len(response.sized.units)
             if part is None:
-                self._on_sized(response.sized)
+                self._on_sized(response.sized, (worker, call.form))
         elif which == "ready":
             ready = response.ready
             if ready.unit in self.announced:
@@ -282,12 +284,12 @@ class Encoding:
             self.times = response.end.times
             self.accounted.set()
 
-    def _on_sized(self, sized: epb.EncodeSized) -> None:
+    def _on_sized(self, sized: epb.EncodeSized, by: tuple[EncoderWorker, pb.EntryForm.ValueType]) -> None:
         if self.sized is not None and self.sized.final:
             return  # told already, by a worker that was lost
         self._revision += 1
         sized.revision = self._revision
-        self.sized = sized
+        self.sized, self.sized_by = sized, by
         self._request.on_sized(self)
 
     def _wanted(self) -> list[int] | None:

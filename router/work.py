@@ -147,6 +147,12 @@ class Work(ABC):
         told = None if self.decoder is None else self.decoder.forms.get(self.model.name)
         return told is None or form in told
 
+    def form_of(self, worker: EncoderWorker) -> pb.EntryForm.ValueType:
+        """In which an encoder is asked for entries now."""
+        assert self.decoder is not None, "encoders are asked for a decoder"
+        form = common_form(worker, self.decoder, self.model.name)
+        return pb.ENTRY_FORM_UNSPECIFIED if form is None else form
+
     async def encoder(self, encoding: Encoding, rank: int) -> EncoderWorker:
         hint = await encoding.source.hint()
         encoding.waiting = True
@@ -170,7 +176,6 @@ class Work(ABC):
 
     async def open(self, encoding: Encoding, attempt: int, worker: EncoderWorker) -> epb.EncodeOpen:
         assert self.decoder is not None, "encoders are asked for a decoder"
-        form = common_form(worker, self.decoder, self.model.name)
         source = encoding.source
         media, digest = pb.MediaHeader(), await source.digest()
         media.CopyFrom(source.header)
@@ -190,7 +195,7 @@ class Work(ABC):
             initial_credit=self._credit,
             priority=self._priority,
             reader_arena_id=self.decoder.reach.arena,
-            form=pb.ENTRY_FORM_UNSPECIFIED if form is None else form,
+            form=self.form_of(worker),
         )
 
     def on_probed(self, encoding: Encoding) -> None:

@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from chiasm.cache.region import Region
@@ -55,6 +56,12 @@ class Role:
     def pid(self) -> int:
         assert self._process is not None, "it was started"
         return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """What it ended with; None while it runs."""
+        assert self._process is not None, "it was started"
+        return self._process.poll()
 
     def events(self) -> list[dict[str, Any]]:
         """What it has logged, in order."""
@@ -130,6 +137,7 @@ class Trio:
         options: dict[str, Sequence[str]],
         *,
         encoders: int,
+        modules: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         workers, tenants = (_secret(folder / name) for name in ("workers.key", "tenants.key"))
         plain = ["--http", "127.0.0.1:0", "--drain-seconds", "1"]
@@ -138,10 +146,11 @@ class Trio:
             socket = f"unix:{folder}/{name}.sock"
             told = ["--model", str(model), "--arena", str(region.path), "--workers-secret-file", str(workers)]
             arguments = [*told, *plain, "--listen", socket, *options.get(role, ())]
-            return socket, Role(f"{role}_service", arguments, folder)
+            return socket, Role(modules.get(role, f"{role}_service"), arguments, folder)
 
         made = [worker(f"encoder-{number}", "encoder", regions[0]) for number in range(encoders)]
         self.encoders = [role for _, role in made]
+        self.arenas = sorted({region.path for region in regions})
         at, self.decoder = worker("decoder", "decoder", regions[1])
         self.router = Role(
             "router",
@@ -189,12 +198,14 @@ def trio(
     arena_bytes: int = ARENA_BYTES,
     encoders: int = 1,
     nodes: int = 1,
+    modules: Mapping[str, str] = MappingProxyType({}),
     **options: Sequence[str],
 ) -> Iterator[Trio]:
     """Three processes that answer, or more, ended with the block.
 
     Args:
         nodes: 2 gives the encoders a region of their own, as if they were on another node than the decoder.
+        modules: what is run in the place of a worker's own module, by role.
         options: more flags, by role: `encoder`, `decoder`, `router`.
     """
     with ExitStack() as stack:
@@ -203,7 +214,7 @@ def trio(
         ]
         for region in regions:
             stack.callback(region.close)
-        made = Trio(folder, model, (regions[0], regions[-1]), dict(options), encoders=encoders)
+        made = Trio(folder, model, (regions[0], regions[-1]), dict(options), encoders=encoders, modules=modules)
         for role in made.roles:
             stack.callback(role.end)
             role.start()

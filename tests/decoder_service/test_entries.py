@@ -99,7 +99,7 @@ async def test_an_entry_that_is_doubtful_twice_fails_the_request_and_frees_every
         meddle(service, flipped, 10**6, each=2)
         with pytest.raises(ServerError) as caught:
             await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
-        assert caught.value.reason == "ENTRY_MISSING"
+        assert caught.value.reason == "ENTRY_MISSING" and caught.value.retryable
         assert caught.value.item == "messages[0].content[1]"
         await settled(service)
 
@@ -234,7 +234,7 @@ async def test_an_entry_of_another_contract_in_the_store_is_a_miss_that_names_bo
         meddle(service, other, 10**6, each=2)
         with pytest.raises(ServerError) as caught:
             await ask(service, question("Read the digits.", video(clip.path.read_bytes())))
-        assert caught.value.reason == "ENTRY_MISSING"
+        assert caught.value.reason == "ENTRY_MISSING" and not caught.value.retryable
         assert caught.value.facts == {"field": "grid", "got": "2 x 8", "needed": "4 x 4"}
         await settled(service)
 

@@ -36,8 +36,12 @@ class Proxy:
         """One connection, until either side ends it."""
         task = asyncio.current_task()
         assert task is not None
+        try:
+            behind, to_behind = await asyncio.open_unix_connection(self._server)
+        except OSError:  # nobody listens there: the client is told as if it had asked itself
+            writer.transport.abort()
+            return
         self._serving.add(task)
-        behind, to_behind = await asyncio.open_unix_connection(self._server)
         pipes = [
             asyncio.create_task(self._pipe(reader, to_behind, back=False)),
             asyncio.create_task(self._pipe(behind, writer, back=True)),

@@ -38,6 +38,7 @@ class Changing(MeddledFleet):
 
     async def decoder(self, model: Served) -> DecoderWorker:
         given = await super().decoder(model)
+        self._service.decoder.flush()  # another one holds nothing
         self._service.decoder.forms = forms = (self._forms.pop(0),)
         given.forms = {model.name: [form_code(form) for form in forms]}
         return given
@@ -60,6 +61,16 @@ async def test_what_was_announced_in_a_form_that_the_next_decoder_does_not_take_
         wanted = [opened.form for opened in fleet.encoders.opened]
         assert wanted[0] == form_code(Form.CROSS_KV) and set(wanted[1:]) == {form_code(Form.CROSS_KV_INT8)}
         assert service.encoder.counts.encoded_units == 2 * len(CLIP.digits)
+        await forget(service)
+
+
+async def test_keys_of_a_known_medium_are_those_of_one_form_and_say_nothing_to_a_decoder_of_another() -> None:
+    async with running(settings=replace(LocalSettings(), form=Form.CROSS_KV)) as service:
+        assert (await answer(MeddledFleet(service), REQUEST)).text == CLIP.answer  # from now on it is known
+        fleet = Changing(service, Form.CROSS_KV, Form.CROSS_KV_INT8)
+        assert (await answer(fleet, REQUEST)).text == CLIP.answer
+        assert fleet.encoders is not None
+        assert {opened.form for opened in fleet.encoders.opened[1:]} == {form_code(Form.CROSS_KV_INT8)}
         await forget(service)
 
 
