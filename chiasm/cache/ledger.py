@@ -349,12 +349,14 @@ class Ledger:
         order = self._by_start
         order.bring_up(state != _FREE, self._serial + 1 << _BITS)
         there = order.records
-        replaced = [extent.record for extent in self._entries(key)]
+
+        def replaced() -> list[int]:
+            return [extent.record for extent in self._entries(key)]
 
         def candidates() -> tuple[Array, Array]:
             going = (state == _READY) & ~self._pinned(now)[: state.size]
             age = self._used[there]
-            for record in replaced:
+            for record in replaced():
                 age[there == record] = _FIRST  # what is replaced goes before the oldest
             return going[there], age
 
@@ -375,7 +377,7 @@ class Ledger:
             if not going.any():
                 return None
             gone = [int(there[np.argmin(np.where(going, age, -_FIRST))])]
-        return _Room(room.start, gone, len(set(gone).difference(replaced)))
+        return _Room(room.start, gone, len(set(gone).difference(replaced())) if gone else 0)
 
 
 class _Room(NamedTuple):
