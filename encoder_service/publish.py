@@ -1,7 +1,7 @@
 """An entry on its way from the model to those who wait for it: brought to the host, checked, sealed, put, pinned.
 
-What costs time (copy, finite check, digest) is done in threads of its own, so that the model goes on. It knows the
-store and who waits. It knows no model and no queue.
+Whatever brings it to the host is waited for in threads of its own, so that the model goes on; it is checked and tagged
+as the store copies it. It knows the store and who waits. It knows no model and no queue.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from chiasm.cache.entry import Contract, seal, tag_secret
+from chiasm.cache.entry import Contract, sealing, tag_secret
 from chiasm.cache.place import Place
-from chiasm.cache.sealed import Sealed
+from chiasm.cache.sealed import Sealable
 from chiasm.cache.store import EntryStore
 from chiasm.cache.tenant import owner
 from chiasm.errors import Overloaded
@@ -29,7 +29,7 @@ RETRY: Final = 0.01
 
 
 class Publisher:
-    """Seals and puts entries. Used from one event loop.
+    """Puts entries. Used from one event loop.
 
     Args:
         secret: what all workers of a fleet share to tag entries.
@@ -43,11 +43,11 @@ class Publisher:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Runs something where entries are sealed."""
+        """Runs something where entries are brought to the host."""
         return self._threads.submit(work)
 
     def close(self) -> None:
-        """Waits for what is being sealed."""
+        """Waits for what is being brought."""
         self._threads.shutdown()
 
     async def publish(self, flight: Flight, entry: Callable[[], Tensor], *, stuck: Callable[[], None]) -> None:
@@ -62,24 +62,24 @@ class Publisher:
         never hold the entry.
         """
         loop = asyncio.get_running_loop()
-        sealed = await loop.run_in_executor(self._threads, self._seal, flight, entry)
-        await self._put(sealed, flight, stuck)
+        sealing = await loop.run_in_executor(self._threads, self._sealing, flight, entry)
+        await self._put(sealing, flight, stuck)
         while (waiter := flight.unsettled()) is not None:
             try:
                 pinned = await self.store.pin(
                     flight.unit.key, waiter.lease, owner=owner(flight.unit.root), shared=waiter.shared
                 )
                 if pinned is None:  # whoever it was pinned for has left, and others needed the room
-                    await self._put(sealed, flight, stuck)
+                    await self._put(sealing, flight, stuck)
                 else:
                     await self._tell(flight, waiter, pinned.place)
             except Exception as error:
                 waiter.fail(error)
 
-    def _seal(self, flight: Flight, entry: Callable[[], Tensor]) -> Sealed:
-        return seal(self._contract(flight.unit), entry(), tag_secret(self._secret, flight.unit.root))
+    def _sealing(self, flight: Flight, entry: Callable[[], Tensor]) -> Sealable:
+        return sealing(self._contract(flight.unit), entry(), tag_secret(self._secret, flight.unit.root))
 
-    async def _put(self, sealed: Sealed, flight: Flight, stuck: Callable[[], None]) -> None:
+    async def _put(self, entry: Sealable, flight: Flight, stuck: Callable[[], None]) -> None:
         """Puts an entry with the pin of the first who waits, who is told; with none where all have left.
 
         A store full of pinned entries is waited for: whoever pinned them has room to attach them.
@@ -90,7 +90,7 @@ class Publisher:
             lease = None if waiter is None else waiter.lease
             try:
                 place = await self.store.put(
-                    sealed,
+                    entry,
                     flight.unit.key,
                     lease=lease,
                     owner=owner(flight.unit.root),

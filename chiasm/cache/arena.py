@@ -25,12 +25,9 @@ from chiasm.cache.pins import Pin
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.records import Extent, Step
 from chiasm.cache.region import HEADER_BYTES, Region
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import SMALL, EntryKey, Sealable, Sealed
 from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats
 from chiasm.errors import Overloaded
-
-_SMALL = 256 << 10
-"""Bytes that are copied where they are asked for, in some 50 µs; more go to a thread, which costs more."""
 
 _KEY_BYTES, _LEASE_BYTES = 32, 16
 
@@ -79,7 +76,7 @@ class ArenaStore:
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
@@ -87,7 +84,7 @@ class ArenaStore:
         shared: bool = False,
     ) -> Place:
         """As `EntryStore.put`. Raises Overloaded CACHE_BUSY too, retryable, if another process keeps the lock."""
-        sizes = (sealed.payload.nbytes, len(sealed.header), len(sealed.tag))
+        sizes = (entry.payload.nbytes, len(entry.header), entry.tag_bytes)
         try:
             async with self._locked():
                 now = self._now()
@@ -98,7 +95,7 @@ class ArenaStore:
             self._counts["refusals"] += 1
             raise
         try:
-            await self._write(sealed, extent)
+            await self._write(entry, extent)
             async with self._locked():
                 self._ledger.publish(extent, now=self._now())
         except BaseException:
@@ -182,27 +179,28 @@ class ArenaStore:
         finally:
             self._region.unlock()
 
-    async def _write(self, sealed: Sealed, extent: Extent) -> None:
-        if extent.size <= _SMALL:
-            self._fill(sealed, extent)
+    async def _write(self, entry: Sealable, extent: Extent) -> None:
+        if extent.size <= SMALL:
+            self._fill(entry, extent)
             return
-        writing = asyncio.get_running_loop().run_in_executor(None, self._fill, sealed, extent)
+        writing = asyncio.get_running_loop().run_in_executor(None, self._fill, entry, extent)
         try:
-            await asyncio.shield(writing)
+            await asyncio.wait([writing])
         finally:
             while not writing.done():  # a copy cannot be stopped, and until it ends the extent is nobody else's
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([writing])
+        await writing
 
-    def _fill(self, sealed: Sealed, extent: Extent) -> None:
+    def _fill(self, entry: Sealable, extent: Extent) -> None:
         payload, header, tag = self._parts(extent)
-        payload[:] = np.frombuffer(sealed.payload, np.uint8)
+        made = entry.copy_into(payload)
         self._step("copying")
-        header[:] = np.frombuffer(sealed.header, np.uint8)
-        tag[:] = np.frombuffer(sealed.tag, np.uint8)
+        header[:] = np.frombuffer(entry.header, np.uint8)
+        tag[:] = np.frombuffer(made, np.uint8)
 
     async def _read(self, extent: Extent) -> Sealed | None:
-        if extent.size <= _SMALL:
+        if extent.size <= SMALL:
             return self._copy(extent)
         return await asyncio.to_thread(self._copy, extent)
 

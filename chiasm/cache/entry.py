@@ -9,7 +9,6 @@ A payload is a tensor as its form has it (`chiasm.cache.form`), or the bytes of 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chiasm.cache.columns import Array
 from chiasm.cache.form import Form
 from chiasm.cache.framing import framed, u32
 from chiasm.cache.quantised import SCHEMES, scales_of
 from chiasm.cache.sealed import EntryKey, Sealed
-from chiasm.errors import ServerError
+from chiasm.cache.sealing import Floats, Sealing, nonfinite
 
 FORMAT = 2
 _MAGIC = b"CHSE"
@@ -38,6 +38,12 @@ _TYPES = {
     torch.float64: 4,
     torch.int8: 5,
     torch.float8_e4m3fn: 6,
+}
+_FLOATS = {
+    torch.float32: Floats(4, 0x7F80_0000),
+    torch.bfloat16: Floats(2, 0x7F80),
+    torch.float16: Floats(2, 0x7C00),
+    torch.float64: Floats(8, 0x7FF0_0000_0000_0000),
 }
 _TYPE_OF = {code: dtype for dtype, code in _TYPES.items()}
 _FORMS = frozenset(Form)
@@ -201,43 +207,37 @@ def _told(value: torch.dtype | tuple[int, ...]) -> str:
 
 HEADER_BYTES = _HEADER.size
 
-_PIECE = 1 << 20
-"""Bytes that are looked at and digested together, so that they come from memory once."""
 
-
-def seal(contract: Contract, payload: Tensor, secret: bytes) -> Sealed:
-    """Tags an entry for publication.
+def sealing(contract: Contract, payload: Tensor, secret: bytes) -> Sealing:
+    """An entry for publication, which is checked and tagged while it is put.
 
     Args:
-        payload: of the contract's shape and type; in a quantised form the bytes (`quantised.quantise`), in one row.
+        payload: of the contract's shape and type; in a quantised form the bytes (`quantised.quantise`), in one row. Not
+            written to from now on.
 
-    Raises ServerError NONFINITE if the payload holds NaN or infinity: such an entry is never published.
+    Raises ServerError NONFINITE, now or when it is put, if the payload holds NaN or infinity: such an entry is never
+    published.
     """
     assert _fits(contract, payload), (payload.shape, payload.dtype, contract)
     flat = payload.detach().contiguous().cpu().reshape(-1)
-    quantised = contract.form.quantised
-    if quantised and not finite(scales_of(flat, contract.form, contract.shape)):
-        raise _nonfinite()
-    packed = contract.pack()
-    digest = blake3.blake3(packed, key=secret)
-    for piece in flat.split(_PIECE // flat.itemsize):
-        if not quantised and not finite(piece):
-            raise _nonfinite()
-        digest.update(piece.view(torch.uint8).numpy().data)
-    return Sealed(packed, flat.view(torch.uint8).numpy().data, digest.digest())
+    if contract.form.quantised and not finite(scales_of(flat, contract.form, contract.shape)):
+        raise nonfinite()
+    return Sealing(contract.pack(), _bytes(flat).data, secret, _FLOATS.get(flat.dtype))
+
+
+def seal(contract: Contract, payload: Tensor, secret: bytes) -> Sealed:
+    """As `sealing`, tagged at once."""
+    return sealing(contract, payload, secret).seal()
 
 
 def finite(values: Tensor) -> bool:
-    """Whether none is NaN or infinite. To ask `torch.isfinite` of each would take ten times as long as the digest.
-
-    Whatever is not finite makes a sum so. The other way round does not hold where large values are summed; then the
-    least and the greatest are looked at, which takes twice as long.
-    """
-    return math.isfinite(values.sum().item()) or all(math.isfinite(end.item()) for end in torch.aminmax(values))
+    """Whether none is NaN or infinite."""
+    return _FLOATS[values.dtype].finite(_bytes(values.reshape(-1)))
 
 
-def _nonfinite() -> ServerError:
-    return ServerError("NONFINITE", "the encoder produced a value that is not finite")
+def _bytes(flat: Tensor) -> Array:
+    made: Array = flat.view(torch.uint8).numpy()
+    return made
 
 
 def _fits(contract: Contract, payload: Tensor) -> bool:

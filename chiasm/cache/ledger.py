@@ -246,12 +246,14 @@ class Ledger:
         order = self._by_start
         order.bring_up(state != FREE, self._records.next_generations())
         there = order.records
-        replaced = [extent.record for extent in self._records.entries(key)]
+
+        def replaced() -> list[int]:
+            return [extent.record for extent in self._records.entries(key)]
 
         def candidates() -> tuple[Array, Array]:
             going = (state == READY) & ~self._pinned(now)[: state.size]
             age = self._records.used[there]
-            for record in replaced:
+            for record in replaced():
                 age[there == record] = _FIRST  # what is replaced goes before the oldest
             return going[there], age
 
@@ -272,7 +274,7 @@ class Ledger:
             if not going.any():
                 return None
             gone = [int(there[np.argmin(np.where(going, age, -_FIRST))])]
-        return _Room(room.start, gone, len(set(gone).difference(replaced)))
+        return _Room(room.start, gone, len(set(gone).difference(replaced())) if gone else 0)
 
 
 class _Room(NamedTuple):

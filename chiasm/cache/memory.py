@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chiasm.cache.place import InMemory, Place
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey, Sealable, Sealed
 from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats, full
 
 
@@ -53,13 +53,14 @@ class MemoryStore:
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
         owner: bytes = NOBODY,
         shared: bool = False,
     ) -> Place:
+        sealed = await entry.sealed()
         before = self._kept.get(key)
         leases = {} if before is None else before.leases
         self._make_room(sealed.size, owner, replacing=key)

@@ -27,7 +27,7 @@ from chiasm.cache.exchange import Command, Refusal, Reply
 from chiasm.cache.link import Link
 from chiasm.cache.manifest import CHUNK_BYTES, Manifest, chunks_of
 from chiasm.cache.place import Elsewhere, InRedis, Place
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey, Sealable, Sealed
 from chiasm.cache.store import NOBODY, Lease, Pinned, StoreStats
 from chiasm.cache.values import Values
 from chiasm.errors import Unavailable
@@ -97,14 +97,15 @@ class RedisStore:
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
         owner: bytes = NOBODY,
         shared: bool = False,
     ) -> Place:
-        """As `EntryStore.put`, but raises nothing: what could not be put lies `Elsewhere`."""
+        """As `EntryStore.put`, but what could not be put lies `Elsewhere`. Raises only what sealing it raises."""
+        sealed = await entry.sealed()
         payload = sealed.payload.cast("B")
         manifest = Manifest(key, secrets.token_bytes(16), payload.nbytes, sealed.header, sealed.tag)
         if sealed.size > self._entry_bytes or not manifest.fits:

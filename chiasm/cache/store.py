@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from chiasm.cache.place import Place
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey, Sealable, Sealed
 from chiasm.errors import Overloaded
 
 
@@ -58,7 +58,7 @@ class EntryStore(Protocol):
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
@@ -73,7 +73,8 @@ class EntryStore(Protocol):
             shared: whether nodes that share a store with this one can read it too when this returns, as far as that
                 store can be written at all. Otherwise they may be able to a little later.
 
-        Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit.
+        Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit; and
+        what `Sealable.copy_into` raises. Then nothing is there, nor is what was there replaced.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import Final
 from chiasm.cache.behind import Behind
 from chiasm.cache.place import Elsewhere, InRedis, Place
 from chiasm.cache.redis import RedisStore
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey, Sealable, Sealed
 from chiasm.cache.store import NOBODY, EntryStore, Lease, Pinned, StoreStats
 from chiasm.errors import Overloaded
 
@@ -64,7 +64,7 @@ class TieredStore:
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
@@ -77,28 +77,26 @@ class TieredStore:
 
         Raises Overloaded as the near store does, if the far one has not got it either.
         """
-        far = partial(self.far.put, sealed, key, lease=lease, owner=owner, shared=shared)
+        far = partial(self.far.put, entry, key, lease=lease, owner=owner, shared=shared)
         self.behind.forget(key)
         await self._overtake(key)
         place: Place = Elsewhere()
         full: Overloaded | None = None
         try:
-            place = await self.near.put(sealed, key, lease=None if shared else lease, owner=owner)
+            place = await self.near.put(entry, key, lease=None if shared else lease, owner=owner)
         except Overloaded as error:
             full = error
         if shared or self._policy is WritePolicy.THROUGH:
             await self.behind.written(key)  # an older one, which would be there in the end
         if shared and not isinstance(there := await far(), Elsewhere):
             place = there
-            if lease is not None:  # its reader gives back what it reads from, which is not here
-                await self.near.release(key, lease.id)
         elif full is not None:
             self._counts["refusals"] += 1
             raise full
         elif not shared and self._policy is WritePolicy.THROUGH:
             await far()
         elif not shared:
-            self.behind.add(key, sealed.size, far)
+            self.behind.add(key, entry.size, far)
         self._counts["puts"] += 1
         return place
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import VarlenAttention
-from chiasm.layers.linear import linear_gelu
+from chiasm.layers.linear import linear, linear_gelu
 from chiasm.layers.rope import rotate, rotate_
 from chiasm.layers.vit_places import Grid, GridPlaces, Places, PositionEmbedding, VisionRope
 
@@ -37,12 +37,11 @@ class VisionAttention(nn.Module):
         """(P, C) to (P, C); tables as `Places` has them, `lengths` are the patches of each grid."""
         patches, channels = x_pc.shape
         both = 2 * self.heads
-        qkv_phd = self.qkv(x_pc).view(patches, both + self.heads, -1)
+        qkv_phd = linear(self.qkv, x_pc).view(patches, both + self.heads, -1)
         qk_phd = self._rotated(qkv_phd[:, :both], cos_p1d, sin_p1d)
         q_phd, k_phd = qk_phd.split_with_sizes((self.heads, self.heads), dim=1)
         mixed = attention.varlen(q_phd, k_phd, qkv_phd[:, both:], lengths, causal=False)
-        out: Tensor = self.proj(mixed.reshape(patches, channels))
-        return out
+        return linear(self.proj, mixed.reshape(patches, channels))
 
     def _rotated(self, qk_phd: Tensor, cos_p1d: Tensor, sin_p1d: Tensor) -> Tensor:
         """(P, 2 H, D): queries and keys as one; the tables of equal grids are one for all of them."""
@@ -74,8 +73,7 @@ class VisionMLP(nn.Module):
 
     def forward(self, x_pc: Tensor) -> Tensor:
         """(P, C) to (P, C)."""
-        out: Tensor = self.linear_fc2(linear_gelu(self.linear_fc1, x_pc, approximate="tanh"))
-        return out
+        return linear(self.linear_fc2, linear_gelu(self.linear_fc1, x_pc, approximate="tanh"))
 
 
 class VisionBlock(nn.Module):
@@ -145,7 +143,7 @@ class VisionTransformer(nn.Module):
         self, patches_pv: Tensor, places: Places, lengths: Sequence[int], attention: VarlenAttention
     ) -> Iterator[Tensor]:
         """As `forward`, with the places of the patches given."""
-        embedded = self.patch_embed(patches_pv).unflatten(0, (-1, len(places.positions_pc)))
+        embedded = linear(self.patch_embed, patches_pv).unflatten(0, (-1, len(places.positions_pc)))
         x_pc: Tensor = embedded.add_(places.positions_pc).flatten(0, 1)
         for block in self.blocks:
             x_pc = block(x_pc, places.cos_p1d, places.sin_p1d, lengths, attention)

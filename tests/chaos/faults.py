@@ -17,7 +17,8 @@ from pathlib import Path
 
 import redis
 
-from chiasm.cache.ledger import Extent, Ledger
+from chiasm.cache.ledger import Ledger
+from chiasm.cache.records import Extent
 from chiasm.cache.region import Region
 from tests.faults.proxy import Proxy
 from tests.processes import Role

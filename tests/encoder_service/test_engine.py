@@ -24,7 +24,7 @@ from chiasm.cache.entry import Contract, open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import InArena, Place
 from chiasm.cache.region import Region
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey, Sealable, Sealed
 from chiasm.cache.store import NOBODY, EntryStore, Lease, full
 from chiasm.cache.tenant import owner as owner_of
 from chiasm.errors import InvalidRequest, Overloaded, ServerError, Unavailable
@@ -401,14 +401,14 @@ class Slow(MemoryStore):
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
         owner: bytes = NOBODY,
         shared: bool = False,
     ) -> Place:
-        place = await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
+        place = await super().put(entry, key, lease=lease, owner=owner, shared=shared)
         self.putting.set()
         await self.may.wait()
         return place
@@ -457,7 +457,7 @@ async def test_a_tenant_whose_entries_find_no_room_keeps_nobody_else_from_the_mo
     class OneTenantsFull(MemoryStore):
         async def put(
             self,
-            sealed: Sealed,
+            entry: Sealable,
             key: EntryKey,
             *,
             lease: Lease | None = None,
@@ -466,7 +466,7 @@ async def test_a_tenant_whose_entries_find_no_room_keeps_nobody_else_from_the_mo
         ) -> Place:
             if owner == owner_of(ROOT) and not room.is_set():
                 raise full(1, 2)
-            return await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
+            return await super().put(entry, key, lease=lease, owner=owner, shared=shared)
 
     room, other = asyncio.Event(), bytes([1]) * 32
     async with engine(model, max_units=2, store=OneTenantsFull(1 << 24)) as e:

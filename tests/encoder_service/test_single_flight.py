@@ -18,7 +18,7 @@ from chiasm.attention.backend import VarlenAttention
 from chiasm.cache.entry import open_entry, tag_secret
 from chiasm.cache.memory import MemoryStore
 from chiasm.cache.place import Place
-from chiasm.cache.sealed import EntryKey, Sealed
+from chiasm.cache.sealed import EntryKey, Sealable
 from chiasm.cache.store import NOBODY, Lease, Pinned, full
 from chiasm.errors import Overloaded, ServerError
 from chiasm.models.family import Trunk
@@ -52,7 +52,7 @@ class Store(MemoryStore):
 
     async def put(
         self,
-        sealed: Sealed,
+        entry: Sealable,
         key: EntryKey,
         *,
         lease: Lease | None = None,
@@ -63,7 +63,7 @@ class Store(MemoryStore):
         await self.may_put.wait()
         self._fail()
         await asyncio.sleep(0)
-        return await super().put(sealed, key, lease=lease, owner=owner, shared=shared)
+        return await super().put(entry, key, lease=lease, owner=owner, shared=shared)
 
     async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         await asyncio.sleep(0)
@@ -263,14 +263,14 @@ async def test_who_comes_while_nobody_waited_for_room_waits_for_it() -> None:
         put, tried = one.store.put, asyncio.Event()
         leases: list[Lease | None] = []
 
-        async def crowded(sealed: Sealed, key: EntryKey, *, lease: Lease | None = None, **given: Any) -> Place:
+        async def crowded(entry: Sealable, key: EntryKey, *, lease: Lease | None = None, **given: Any) -> Place:
             leases.append(lease)
             if lease is None:
                 tried.set()
                 await one.store.may_put.wait()
             if len(leases) <= 2:
                 raise full(1, 2)
-            return await put(sealed, key, lease=lease, **given)
+            return await put(entry, key, lease=lease, **given)
 
         one.store.put = crowded  # type: ignore[method-assign]
         one.hold("put")
@@ -290,8 +290,8 @@ async def test_an_entry_that_went_before_the_next_in_line_had_its_pin_is_put_aga
     async with world() as one:
         put = one.store.put
 
-        async def gone(sealed: Sealed, key: EntryKey, *, lease: Lease | None = None, **given: Any) -> Place:
-            place = await put(sealed, key, lease=lease, **given)
+        async def gone(entry: Sealable, key: EntryKey, *, lease: Lease | None = None, **given: Any) -> Place:
+            place = await put(entry, key, lease=lease, **given)
             if one.store.puts_begun == 1:
                 await one.store.discard(key)
             return place

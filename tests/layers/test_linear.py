@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from chiasm.layers.linear import FEW_ROWS, Linear
+from chiasm.layers.linear import FEW_ROWS, Linear, linear
 
 CPU = torch.device("cpu")
 
@@ -53,3 +53,19 @@ def test_rows_of_the_weight_can_be_filled_one_after_another() -> None:
     expected = x @ weight.T
     expected[:, 5:9] = 0
     torch.testing.assert_close(linear(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(4096, 64, 192), (7, 256, 64), (100, 1152, 64)])
+def test_a_product_of_many_rows_is_right_with_and_without_gradients(
+    dtype: torch.dtype, rows: int, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(inputs, outputs, dtype=dtype), draw(rows, inputs, seed=2, dtype=dtype)
+    learnt = linear(layer, x)
+    assert learnt.requires_grad
+    with torch.inference_mode():
+        wide = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+        bound = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}[dtype] * float(wide.abs().max())
+        for product in (learnt, linear(layer, x)):
+            assert product.dtype == dtype and float((product.double() - wide).abs().max()) <= bound

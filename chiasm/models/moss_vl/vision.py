@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import VarlenAttention
-from chiasm.layers.linear import linear_gelu
+from chiasm.layers.linear import linear, linear_gelu
 from chiasm.layers.vit import VisionTransformer
 from chiasm.layers.vit_places import Grid, Places
 from chiasm.media.patches import normalise, to_patches
@@ -48,8 +48,7 @@ class JointMerger(nn.Module):
         normed = [norm(x) for norm, x in zip(self.norms, levels_pc, strict=True)]
         joined = normed[0] if len(normed) == 1 else torch.cat(normed, dim=-1)
         inner = linear_gelu(self.linear_fc1, joined.view(-1, self.width), approximate="none")
-        out: Tensor = self.linear_fc2(inner)
-        return out
+        return linear(self.linear_fc2, inner)
 
 
 class MossVLEncoder(nn.Module):
