@@ -185,12 +185,11 @@ class ArenaStore:
             return
         writing = asyncio.get_running_loop().run_in_executor(None, self._fill, entry, extent)
         try:
-            await asyncio.wait([writing])
+            await asyncio.shield(writing)
         finally:
             while not writing.done():  # a copy cannot be stopped, and until it ends the extent is nobody else's
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([writing])
-        await writing
 
     def _fill(self, entry: Sealable, extent: Extent) -> None:
         payload, header, tag = self._parts(extent)
