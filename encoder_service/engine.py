@@ -22,7 +22,7 @@ from chiasm.cache.place import Place
 from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import EntryStore, Lease
 from chiasm.cache.tenant import owner
-from chiasm.errors import Unavailable
+from chiasm.errors import Overloaded, Unavailable
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
@@ -276,12 +276,12 @@ class EncoderEngine:
         """From the model into the store, or to the failure of all who wait."""
         held = False
 
-        def stuck() -> None:
+        def stuck(error: Overloaded) -> None:
             nonlocal held
-            if not held:
+            passed(flight)  # others' units need not wait for this one's room
+            if error.reason == "CACHE_FULL" and not held:  # the other reason concerns readers on other nodes only
                 held = True
                 self._batcher.hold(flight)
-                passed(flight)  # others' units need not wait for this one's room
 
         try:
             if isinstance(entry, Exception):

@@ -84,8 +84,10 @@ class Flight:
         return bool(self.wanted_by)
 
     def unsettled(self) -> Waiter | None:
-        """The first who still waits to be told."""
-        return next((waiter for waiter in self.waiters if not waiter.place.done()), None)
+        """The first who still waits to be told; who reads it on this node comes before who needs another store for
+        it."""
+        waiting = (waiter for waiter in self.waiters if not waiter.place.done())
+        return min(waiting, key=lambda waiter: waiter.shared, default=None)
 
     def fail(self, error: Exception) -> None:
         """Tells everybody who waits."""

@@ -50,13 +50,15 @@ class Publisher:
         """Waits for what is being brought."""
         self._threads.shutdown()
 
-    async def publish(self, flight: Flight, entry: Callable[[], Tensor], *, stuck: Callable[[], None]) -> None:
+    async def publish(
+        self, flight: Flight, entry: Callable[[], Tensor], *, stuck: Callable[[Overloaded], None]
+    ) -> None:
         """Puts an entry and tells everybody who waits for it, each once he has his pin. When this returns nobody is
         left who was not told.
 
         Args:
             entry: brings its payload to the host.
-            stuck: called once if the store is too full for now.
+            stuck: called once if the store cannot take it for now.
 
         Raises ServerError NONFINITE, and Overloaded if the store stays full for as long as a lease lasts, or could
         never hold the entry.
@@ -79,10 +81,11 @@ class Publisher:
     def _sealing(self, flight: Flight, entry: Callable[[], Tensor]) -> Sealable:
         return sealing(self._contract(flight.unit), entry(), tag_secret(self._secret, flight.unit.root))
 
-    async def _put(self, entry: Sealable, flight: Flight, stuck: Callable[[], None]) -> None:
+    async def _put(self, entry: Sealable, flight: Flight, stuck: Callable[[Overloaded], None]) -> None:
         """Puts an entry with the pin of the first who waits, who is told; with none where all have left.
 
-        A store full of pinned entries is waited for: whoever pinned them has room to attach them.
+        A store full of pinned entries is waited for: whoever pinned them has room to attach them. So is one that nodes
+        share and that does not answer, where the reader is on another node.
         """
         began, refused = time.monotonic(), False
         while True:
@@ -102,8 +105,8 @@ class Publisher:
                     raise
                 if not refused:
                     refused = True
-                    stuck()
-                await asyncio.sleep(RETRY)
+                    stuck(error)
+                await asyncio.sleep(error.retry_after or RETRY if error.reason == "SHARED_STORE" else RETRY)
             else:
                 if waiter is not None:
                     await self._tell(flight, waiter, place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from enum import StrEnum
 
 
@@ -43,6 +44,8 @@ class Breaker:
         self._probing: asyncio.Task[None] | None = None
         self.state = State.CLOSED
         self.opened = 0
+        self._since = 0.0  # when it opened, by the loop's clock
+        self._mended = asyncio.Event()
 
     @property
     def closed(self) -> bool:
@@ -64,8 +67,20 @@ class Breaker:
             return False
         self.state = State.OPEN
         self.opened += 1
+        self._since = asyncio.get_running_loop().time()
+        self._mended.clear()
         self._probing = asyncio.create_task(self._recover())
         return True
+
+    async def mended(self, seconds: float) -> bool:
+        """Waits for one that is open to close, until so many seconds after it opened. Returns whether it was open and
+        is closed: a call that was not made may be made now."""
+        if self.closed:
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._since + seconds):
+                await self._mended.wait()
+        return self.closed
 
     async def close(self) -> None:
         """Ends the probing."""
@@ -83,3 +98,4 @@ class Breaker:
                 break
         self._failures = self._limit - 1
         self.state = State.CLOSED
+        self._mended.set()

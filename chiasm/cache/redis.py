@@ -108,7 +108,7 @@ class RedisStore:
         sealed = await entry.sealed()
         payload = sealed.payload.cast("B")
         manifest = Manifest(key, secrets.token_bytes(16), payload.nbytes, sealed.header, sealed.tag)
-        if sealed.size > self._entry_bytes or not manifest.fits:
+        if not self.takes(sealed.size) or not manifest.fits:
             return self._refuse("entry_budget")
         bounded = owner != NOBODY
         if self.link.breaker.closed and not self._account.take(owner, sealed.size, bounded=bounded):
@@ -133,6 +133,10 @@ class RedisStore:
             return self._refuse(_reason(replies))
         self._counts["puts"] += 1
         return InRedis(manifest.write_id, manifest.chunks)
+
+    def takes(self, size: int) -> bool:
+        """Whether an entry of so many bytes is ever sent."""
+        return size <= self._entry_bytes
 
     async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """Keeps an entry from ending before the lease does, as far as the server can. No payload is touched."""

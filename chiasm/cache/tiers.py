@@ -23,6 +23,12 @@ from chiasm.errors import Overloaded
 
 BEHIND_BYTES: Final = 256 << 20
 
+RETRY: Final = 0.25
+"""Seconds after which a far store that took nothing may be tried again."""
+
+PATIENCE: Final = 15.0
+"""Seconds of an outage of the far store that a reader waits for, who has no other."""
+
 
 class WritePolicy(StrEnum):
     """When an entry is written to the far store: before its put returns, or a little later.
@@ -71,41 +77,44 @@ class TieredStore:
         owner: bytes = NOBODY,
         shared: bool = False,
     ) -> Place:
-        """As `EntryStore.put`. An entry that is to be shared needs only one of both, and is announced where those read
-        it who share the far one; where it lies near they find it all the same. It is not pinned near: who would give
-        that pin back has another store.
+        """As `EntryStore.put`. An entry that is to be shared is put far, and near as well if there is room. It is not
+        pinned near: who would give that pin back has another store.
 
-        Raises Overloaded as the near store does, if the far one has not got it either.
+        Raises Overloaded as the near store does; SHARED_STORE, retryable, for one that is to be shared while the far
+        store does not take it: its reader has no other way to it.
         """
         far = partial(self.far.put, entry, key, lease=lease, owner=owner, shared=shared)
         self.behind.forget(key)
         await self._overtake(key)
-        place: Place = Elsewhere()
-        full: Overloaded | None = None
-        try:
-            place = await self.near.put(entry, key, lease=None if shared else lease, owner=owner)
-        except Overloaded as error:
-            full = error
-        if shared or self._policy is WritePolicy.THROUGH:
+        if shared:
             await self.behind.written(key)  # an older one, which would be there in the end
-        if shared and not isinstance(there := await far(), Elsewhere):
-            place = there
-        elif full is not None:
-            self._counts["refusals"] += 1
-            raise full
-        elif not shared and self._policy is WritePolicy.THROUGH:
-            await far()
-        elif not shared:
-            self.behind.add(key, entry.size, far)
+            place = await far()
+            if isinstance(place, Elsewhere):
+                self._counts["refusals"] += 1
+                raise _refused(entry.size, ever=self.far.takes(entry.size))
+            with suppress(Overloaded):
+                await self.near.put(entry, key, owner=owner)
+        else:
+            try:
+                place = await self.near.put(entry, key, lease=lease, owner=owner)
+            except Overloaded:
+                self._counts["refusals"] += 1
+                raise
+            if self._policy is WritePolicy.THROUGH:
+                await self.behind.written(key)
+                await far()
+            else:
+                self.behind.add(key, entry.size, far)
         self._counts["puts"] += 1
         return place
 
     async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """As `EntryStore.pin`. What is far only is brought near for it; where there is no room, it is kept far. What is
-        to be shared stays far, and is written there if it was only near."""
-        if shared and (there := await self._share(key, lease, owner)) is not None:
-            self._count(True)
-            return there
+        to be shared stays far, and is written there if it was only near; where that cannot be done it is a miss."""
+        if shared:
+            pinned = await self._share(key, lease, owner)
+            self._count(pinned is not None)
+            return pinned
         pinned = await self.near.pin(key, lease)
         if pinned is None and await self._fetch(key, owner) is not None:
             pinned = await self.near.pin(key, lease) or await self.far.pin(key, lease)
@@ -123,7 +132,8 @@ class TieredStore:
 
     async def get(self, key: EntryKey, place: Place | None = None, *, owner: bytes = NOBODY) -> Sealed | None:
         """The entry where it was announced, else wherever it lies, here or far: a place in another node's store says
-        that it may be far."""
+        that it may be far. One that was announced far is waited for while the far store is left alone, `PATIENCE`
+        seconds from when it began to be."""
         sealed = None
         if not isinstance(place, Elsewhere):
             sealed = await self.near.get(key, None if isinstance(place, InRedis) else place)
@@ -131,6 +141,8 @@ class TieredStore:
                 sealed = await self.near.get(key)
             if sealed is None:
                 sealed = await self._fetch(key, owner, place if isinstance(place, InRedis) else None)
+            if sealed is None and isinstance(place, InRedis) and await self.far.link.breaker.mended(PATIENCE):
+                sealed = await self._fetch(key, owner, place)  # it was made elsewhere, and comes no other way
         self._count(sealed is not None)
         return sealed
 
@@ -221,3 +233,13 @@ class TieredStore:
 
     def _count(self, found: bool) -> None:
         self._counts["hits" if found else "misses"] += 1
+
+
+def _refused(size: int, *, ever: bool) -> Overloaded:
+    if not ever:
+        return Overloaded(
+            "SHARED_STORE",
+            f"an entry of {size} bytes is more than is sent to the store that nodes share",
+            facts={"needed": size},
+        )
+    return Overloaded("SHARED_STORE", "the store that nodes share takes no entries for now", retry_after=RETRY)

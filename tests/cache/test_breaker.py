@@ -69,3 +69,15 @@ async def test_after_a_probe_the_first_failure_opens_it_again_until_a_call_succe
     failing(breaker, 2)
     assert breaker.closed
     await breaker.close()
+
+
+async def test_who_waits_for_it_to_close_waits_until_so_long_after_it_opened() -> None:
+    probes = Probes()
+    breaker = Breaker(probes, failures=1, pause=0.01)
+    assert not await breaker.mended(10.0), "it was never open"
+    breaker.failed()
+    assert not await breaker.mended(0.05)
+    assert not await breaker.mended(0.05), "the time counts from when it opened, for all who wait"
+    probes.answers = True
+    assert await breaker.mended(30.0) and breaker.closed
+    await breaker.close()

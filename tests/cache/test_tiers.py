@@ -126,12 +126,11 @@ async def test_a_full_node_is_no_hindrance_to_what_is_to_be_shared(server: Redis
         assert made.stats().refusals == 1
 
 
-@pytest.mark.parametrize("shared", [False, True])
-async def test_without_the_far_store_everything_is_as_with_the_near_one_alone(shared: bool) -> None:
+async def test_without_the_far_store_everything_is_as_with_the_near_one_alone() -> None:
     put = entry(100 * KIB, 7)
     async with tiers("unix:///nowhere/socket") as made:
         for name in "abcdef":
-            place = await made.put(put, key(name), lease=Lease.of(1.0) if name == "a" else None, shared=shared)
+            place = await made.put(put, key(name), lease=Lease.of(1.0) if name == "a" else None)
             assert isinstance(place, InMemory)
             assert same(await made.get(key(name), place), put)
         assert await made.get(key("g")) is None
@@ -141,8 +140,37 @@ async def test_without_the_far_store_everything_is_as_with_the_near_one_alone(sh
         await made.discard(key("f"))
         assert await made.get(key("f")) is None
         with pytest.raises(Overloaded):
-            await made.put(entry(301 * KIB), key("g"), shared=shared)
+            await made.put(entry(301 * KIB), key("g"))
         assert made.far.link.breaker.opened > 0
+
+
+async def test_what_is_to_be_shared_is_refused_for_now_while_the_far_store_is_gone_and_for_good_if_it_is_too_large(
+    server: RedisServer,
+) -> None:
+    async with tiers("unix:///nowhere/socket") as made:
+        with pytest.raises(Overloaded) as caught:
+            await made.put(entry(100 * KIB), key("a"), lease=Lease.of(60.0), shared=True)
+        assert caught.value.reason == "SHARED_STORE" and caught.value.retryable
+        assert made.near.stats().pinned_bytes == 0
+        await made.near.put(entry(100 * KIB), key("b"))
+        assert await made.pin(key("b"), Lease.of(60.0), shared=True) is None, "near is no use to its reader"
+    async with tiers(server) as made:
+        made.far._entry_bytes = 50 * KIB
+        with pytest.raises(Overloaded) as caught:
+            await made.put(entry(100 * KIB), key("a"), shared=True)
+        assert caught.value.reason == "SHARED_STORE" and not caught.value.retryable
+        assert caught.value.facts == {"needed": 100 * KIB}
+
+
+async def test_a_reader_with_no_other_way_waits_until_the_far_store_answers_again(server: RedisServer) -> None:
+    put = entry(100 * KIB, 7)
+    async with tiers(server) as one, tiers(server) as other:
+        place = await one.put(put, key("a"), shared=True)
+        for _ in range(3):
+            other.far.link.breaker.failed()
+        assert await other.get(key("a")) is None, "who might find it elsewhere does not wait"
+        assert same(await other.get(key("a"), place), put)
+        assert other.far.link.breaker.closed
 
 
 async def test_what_is_read_from_far_is_near_from_then_on(server: RedisServer) -> None:

@@ -54,7 +54,7 @@ class Scenario:
 
     nodes: int
     faults: tuple[str, ...] = ()
-    allowed: frozenset[str] = frozenset({"DECODER_LOST", "ENCODER_LOST", "ENTRY_MISSING"})
+    allowed: frozenset[str] = frozenset({"DECODER_LOST", "ENCODER_LOST", "ENTRY_MISSING", "SHARED_STORE"})
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
