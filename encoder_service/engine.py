@@ -106,6 +106,11 @@ class EncoderEngine:
         self.publisher.store = self._claims.store = store
 
     @property
+    def idle(self) -> bool:
+        """Whether nobody looks for units to encode: there are none."""
+        return self._runner is None or self._runner.done()
+
+    @property
     def in_flight(self) -> int:
         """Units that wait for the model or are in it, or on their way from it into the store."""
         return len(self._flights)
@@ -237,6 +242,7 @@ class EncoderEngine:
         """Its unit is in the store, or will not be made here."""
         self._flights.end(flight)
         self._claims.end(flight.unit.key)
+        self._work.set()
 
     def _go(self) -> None:
         self._work.set()
@@ -251,7 +257,8 @@ class EncoderEngine:
             batch = self._batcher.take()
             if not batch:
                 self._passes.release()
-                await self._work.wait()
+                if self._flights:  # all may have ended, or left, while a pass was waited for
+                    await self._work.wait()
                 continue
             self.counts.batches.append(len(batch))
             entries = await self.device.encode([(flight.unit.pixels, flight.unit.form) for flight in batch])

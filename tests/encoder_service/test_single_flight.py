@@ -379,3 +379,21 @@ async def _arrivals(callers: list[tuple[int, int, bool]], failures: list[str], r
             one.broken = one.spoiled = one.store.failing = 0
             lease = Lease.of(60)
             await one.assert_told(await one.ask(which, lease), lease)
+
+
+async def test_nothing_runs_on_when_the_last_who_waited_for_a_pass_has_left_and_the_passes_end() -> None:
+    async with world() as one:
+        one.hold("put")
+        leases = [Lease.of(60) for _ in range(PASSES)]
+        passing = []
+        for number, lease in enumerate(leases, 1):
+            passing.append(one.ask(number, lease))
+            await until(lambda count=number: one.store.puts_begun == count)  # type: ignore[misc]
+        leaving = one.ask(PASSES + 1, Lease.of(60))
+        await until(lambda: one.engine.in_flight == PASSES + 1)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        one.let_go()
+        for announced, lease in zip(await asyncio.gather(*passing), leases, strict=True):
+            await one.store.release(announced.contract.key, lease.id)
+        await until(lambda: one.engine.idle)
