@@ -286,7 +286,7 @@ class EncoderEngine:
         def stuck(error: Overloaded) -> None:
             nonlocal held
             passed(flight)  # others' units need not wait for this one's room
-            if error.reason == "CACHE_FULL" and not held:  # the other reason concerns readers on other nodes only
+            if error.reason != "SHARED_STORE" and not held:  # which concerns readers on other nodes only
                 held = True
                 self._batcher.hold(flight)
 

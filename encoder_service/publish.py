@@ -58,7 +58,7 @@ class Publisher:
 
         Args:
             entry: brings its payload to the host.
-            stuck: called once if the store cannot take it for now.
+            stuck: called with each refusal of a store that cannot take it for now.
 
         Raises ServerError NONFINITE, and Overloaded if the store stays full for as long as a lease lasts, or could
         never hold the entry.
@@ -87,7 +87,7 @@ class Publisher:
         A store full of pinned entries is waited for: whoever pinned them has room to attach them. So is one that nodes
         share and that does not answer, where the reader is on another node.
         """
-        began, refused = time.monotonic(), False
+        began = time.monotonic()
         while True:
             waiter = flight.unsettled()
             lease = None if waiter is None else waiter.lease
@@ -103,9 +103,7 @@ class Publisher:
                 waiter = flight.unsettled()  # somebody may have come, or left, meanwhile
                 if not error.retryable or waiter is None or time.monotonic() >= began + waiter.lease.seconds:
                     raise
-                if not refused:
-                    refused = True
-                    stuck(error)
+                stuck(error)
                 await asyncio.sleep(error.retry_after or RETRY if error.reason == "SHARED_STORE" else RETRY)
             else:
                 if waiter is not None:

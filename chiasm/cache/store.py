@@ -70,11 +70,12 @@ class EntryStore(Protocol):
 
         Args:
             owner: whose share of the store it is charged to (`chiasm.cache.tenant.owner`).
-            shared: whether nodes that share a store with this one can read it too when this returns, as far as that
-                store can be written at all. Otherwise they may be able to a little later.
+            shared: its reader is on a node that shares a store with this one, and can read it there when this returns.
+                Otherwise other nodes may be able to a little later.
 
-        Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit; and
-        what `Sealable.copy_into` raises. Then nothing is there, nor is what was there replaced.
+        Raises Overloaded CACHE_FULL: retryable when pinned entries are in the way, not when it could never fit;
+        SHARED_STORE likewise, for one that is to be shared and cannot be written to where nodes share it; and what
+        `Sealable.copy_into` raises. Then nothing is there, nor is what was there replaced.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 The near one decides. An entry is put there, and written to the far one as well, at once or a little later; what is read
 from the far one is put into the near one on its way. The far one may fail in every way that it knows: then an entry is
-where it would be without it. Neither is believed: whoever reads verifies, and what it discards is forgotten by both.
+where it would be without it. Only what is to be shared has to be far, and is refused while it cannot. Neither is
+believed: whoever reads verifies, and what it discards is forgotten by both.
 """
 
 from __future__ import annotations
