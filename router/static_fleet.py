@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar, cast
-
-from blake3 import blake3
 
 from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.choice import choose_decoder, choose_encoder
 from router.fleet import (
     DecoderCalls,
     DecoderWorker,
@@ -98,9 +96,7 @@ class StaticFleet:
             return [worker for worker, info in self._decoders.up() if _serves(info, model)]
 
         def choose() -> DecoderWorker | None:
-            found = [worker for worker in decoders() if self._encoders_of(model, worker)]
-            # Power of two choices: nearly as even as asking all of them, and no herd towards the emptiest.
-            return min(random.sample(found, min(2, len(found))), key=lambda worker: worker.busyness, default=None)
+            return choose_decoder([worker for worker in decoders() if self._encoders_of(model, worker)])
 
         return await self._wait_for(choose, lambda: _missing("encoder" if decoders() else "decoder", model))
 
@@ -109,10 +105,7 @@ class StaticFleet:
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
         def choose() -> EncoderWorker | None:
-            # Rendezvous hashing: equal media meet where their entries are made, and a lost worker moves only its own.
-            found = self._encoders_of(model, decoder)
-            found.sort(key=lambda worker: blake3(hint + worker.replica_id).digest(), reverse=True)
-            return found[rank % len(found)] if found else None
+            return choose_encoder(self._encoders_of(model, decoder), hint, rank)
 
         return await self._wait_for(choose, lambda: _missing("encoder", model))
 

@@ -1,0 +1,1 @@
+"""The load harness against a router, through the SDK alone."""
