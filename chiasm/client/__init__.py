@@ -29,7 +29,7 @@ from chiasm.client.events import (
 from chiasm.client.media import Frames, Handle, Image, Video
 from chiasm.client.stream import AsyncGenerationStream, GenerationStream
 from chiasm.client.transport import InProcess, Opener, Transport
-from chiasm.client.types import Content, Message, SamplingParams
+from chiasm.client.types import Content, Message, ResumePoint, SamplingParams
 
 __all__ = [
     "TLS",
@@ -52,6 +52,7 @@ __all__ = [
     "Message",
     "ModelInfo",
     "Opener",
+    "ResumePoint",
     "SamplingParams",
     "StageTimes",
     "Started",

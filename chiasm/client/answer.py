@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import datetime
+
 from chiasm.client.events import (
     Event,
     Finished,
@@ -14,6 +17,7 @@ from chiasm.client.events import (
     TokenLogprobs,
     Usage,
 )
+from chiasm.client.types import ResumePoint
 
 
 class Answer:
@@ -25,10 +29,16 @@ class Answer:
         finish_reason, usage, times: None until the answer is finished.
         stop: the stop string that ended it; None before its end, and where none did.
         request_id: names the request in errors and in the server's logs.
+        attempts, resumes: how often it was taken up so far, by servers and by this client.
+
+    Args:
+        resume: where it goes on: what came before that is no part of it.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, resume: ResumePoint | None = None) -> None:
         self.request_id = request_id
+        self.attempts = 1
+        self.resumes = 0
         self.ids: tuple[int, ...] = ()
         self.logprobs: tuple[TokenLogprobs, ...] = ()
         self.frames: tuple[TimelineFrame, ...] = ()
@@ -37,6 +47,19 @@ class Answer:
         self.times: StageTimes | None = None
         self.stop: str | None = None
         self._pieces: list[str] = []
+        self._point = resume
+        self._before = () if resume is None else resume.ids
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """Where it can be taken up; None before the server has said how, and when it is finished."""
+        if self._point is None or self.finish_reason is not None:
+            return None
+        return replace(self._point, ids=self._before + self.ids)
+
+    def resumable(self, token: bytes, until: datetime | None) -> None:
+        """The server has said how to take it up."""
+        self._point = ResumePoint(token, (), self.request_id, until)
 
     @property
     def text(self) -> str:
@@ -66,4 +89,6 @@ class Answer:
             request_id=self.request_id,
             logprobs=self.logprobs,
             stop=self.stop,
+            attempts=self.attempts,
+            resumes=self.resumes,
         )

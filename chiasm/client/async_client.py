@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from chiasm.client import call, checks, convert, reading
-from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey, Headers, check_target, remote
+from chiasm.client import checks, convert, reading
+from chiasm.client.attempts import MAX_RESUMES, RESUME_TIMEOUT, Patience
+from chiasm.client.call import within
+from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey, Headers, check_targets, remote
 from chiasm.client.convert import INLINE_BYTES, Outgoing
 from chiasm.client.defaults import IDLE_TIMEOUT, IN_SAMPLING, OF_CLIENT, TIMEOUT, Defaults, Link, label_of
 from chiasm.client.events import Estimate, Generation, ModelInfo
 from chiasm.client.keywords import known_keywords
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
+from chiasm.client.sending import send, sending
 from chiasm.client.stream import AsyncGenerationStream, whole
 from chiasm.client.transport import Metadata, Opener, Transport, in_process
-from chiasm.client.types import Content, Message, SamplingParams, prompt_of
+from chiasm.client.types import Content, Message, ResumePoint, SamplingParams, prompt_of
 from chiasm.client.upload import Upload
 from chiasm.rpc.limits import MAX_SECONDS
-from chiasm.rpc.v1.router_pb2 import GenerateRequest
+from chiasm.rpc.v1.router_pb2 import EstimateResponse, GenerateRequest, ListModelsResponse, UploadResponse
 
 if TYPE_CHECKING:
     import grpc
     import grpc.aio
+
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -45,8 +49,9 @@ class AsyncClient:
     leaving the context cancels what still runs. It belongs to one event loop.
 
     Args:
-        target: `HOST:PORT`, `unix:PATH`, `dns:///HOST:PORT`. None: `CHIASM_TARGET` of the environment, else
-            `localhost:50051`.
+        target: `HOST:PORT`, `unix:PATH`, `dns:///HOST:PORT`, or several of them, in a sequence or with commas between
+            them: the first is asked, and the next when one cannot be reached. None: `CHIASM_TARGET` of the environment,
+            else `localhost:50051`.
         api_key: sent as `authorization: Bearer …`; a function or a coroutine function is asked for each call. None:
             `CHIASM_API_KEY` of the environment, if it is there.
         tls: True trusts what the system trusts; TLS(...) says more; None and False are plain text.
@@ -54,6 +59,8 @@ class AsyncClient:
         idle_timeout: seconds between two events of a stream; None for no limit.
         connect_timeout: seconds that a call waits for a connection.
         max_retries: how often a call is sent again that ended with UNAVAILABLE before anything was answered; 0 to 4.
+        max_resumes: how often an answer that broke after it had begun is taken up where it was; 0: it is not.
+        resume_timeout: seconds that this is tried, each time; None: as long as `timeout` allows.
         metadata: goes beside every call.
         channel_options: gRPC's own, which win over this library's.
         interceptors: of `grpc.aio`, the first outermost, for example OpenTelemetry's.
@@ -67,7 +74,7 @@ class AsyncClient:
     @known_keywords({"base_url": "target", "url": "target", "host": "target", "default_headers": "metadata"})
     def __init__(
         self,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
         *,
         api_key: ApiKey | None = None,
         tls: bool | TLS | None = None,
@@ -75,6 +82,8 @@ class AsyncClient:
         idle_timeout: float | None = IDLE_TIMEOUT,
         connect_timeout: float = CONNECT_TIMEOUT,
         max_retries: int = MAX_RETRIES,
+        max_resumes: int = MAX_RESUMES,
+        resume_timeout: float | None = RESUME_TIMEOUT,
         metadata: Mapping[str, str | bytes] | None = None,
         channel_options: Mapping[str, int | str] | None = None,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
@@ -84,23 +93,27 @@ class AsyncClient:
         if transport is None:
             if api_key is None:
                 api_key = os.environ.get("CHIASM_API_KEY") or None
-            transport = remote(
-                check_target(target),
-                secret=api_key is not None,
-                tls=tls,
-                connect_timeout=connect_timeout,
-                max_retries=max_retries,
-                channel_options=channel_options,
-                interceptors=interceptors,
-                compression=compression,
-            )
+            openers = [
+                remote(
+                    one,
+                    secret=api_key is not None,
+                    tls=tls,
+                    connect_timeout=connect_timeout,
+                    max_retries=max_retries,
+                    channel_options=channel_options,
+                    interceptors=interceptors,
+                    compression=compression,
+                )
+                for one in check_targets(target)
+            ]
             inline: int | None = INLINE_BYTES
         elif target is not None:
             raise TypeError("give a target or a transport")
         else:
-            inline = None
-        self._defaults = Defaults(timeout, idle_timeout, Headers(api_key, metadata), inline)
-        self._link = Link(transport)
+            openers, inline = [transport], None
+        patience = Patience(timeout, idle_timeout, max_resumes, resume_timeout)
+        self._defaults = Defaults(patience, Headers(api_key, metadata), inline)
+        self._link = Link(openers)
 
     @classmethod
     def in_process(
@@ -112,7 +125,8 @@ class AsyncClient:
 
         Returns at once; the model is loaded when the client is opened.
         """
-        return cls(transport=in_process(model), timeout=timeout, idle_timeout=idle_timeout)
+        # Nothing lies between the client and this router that could break.
+        return cls(transport=in_process(model), timeout=timeout, idle_timeout=idle_timeout, max_resumes=0)
 
     @known_keywords(OF_CLIENT)
     def with_options(
@@ -120,6 +134,8 @@ class AsyncClient:
         *,
         timeout: float | EllipsisType | None = ...,
         idle_timeout: float | EllipsisType | None = ...,
+        max_resumes: int | EllipsisType = ...,
+        resume_timeout: float | EllipsisType | None = ...,
         api_key: ApiKey | EllipsisType | None = ...,
         metadata: Mapping[str, str | bytes] | EllipsisType | None = ...,
     ) -> Self:
@@ -132,12 +148,14 @@ class AsyncClient:
         )
         copy = object.__new__(type(self))
         copy._link = self._link
-        copy._defaults = replace(
-            mine,
-            timeout=mine.timeout if isinstance(timeout, EllipsisType) else timeout,
-            idle_timeout=mine.idle_timeout if isinstance(idle_timeout, EllipsisType) else idle_timeout,
-            headers=headers,
+        was = mine.patience
+        patience = Patience(
+            was.timeout if isinstance(timeout, EllipsisType) else timeout,
+            was.idle_timeout if isinstance(idle_timeout, EllipsisType) else idle_timeout,
+            was.max_resumes if isinstance(max_resumes, EllipsisType) else max_resumes,
+            was.resume_timeout if isinstance(resume_timeout, EllipsisType) else resume_timeout,
         )
+        copy._defaults = replace(mine, patience=patience, headers=headers)
         return copy
 
     @property
@@ -147,7 +165,7 @@ class AsyncClient:
 
     async def open(self) -> None:
         """Opens the transport, once. Raises ChiasmError if it cannot be, RuntimeError after `close()`."""
-        await self._link.transport()
+        await self._link.routes.current()
 
     async def close(self) -> None:
         """Cancels every open stream and closes the transport. Twice is fine."""
@@ -175,6 +193,7 @@ class AsyncClient:
         max_tokens: int | None = None,
         timeout: float | EllipsisType | None = ...,
         request_id: str | None = None,
+        resume: ResumePoint | None = None,
     ) -> AsyncGenerationStream:
         """An answer as it comes.
 
@@ -188,12 +207,14 @@ class AsyncClient:
             max_tokens: bounds the answer; takes the place of the one in `sampling`.
             timeout: seconds of the whole call, from entering the stream; None for no limit, `...` for the client's own.
             request_id: 1 to 128 printable ASCII characters. Made if absent.
+            resume: goes on where another stream of the same request was (`stream.resume_point`). Only what comes from
+                there on is told.
 
         Raises TypeError unless exactly one of `content`, `messages` and `token_ids` is given, InvalidRequest for a
         timeout that is none. What is wrong with the request itself is raised when the stream is entered.
         """
         prompt = prompt_of(content, messages, token_ids, media)
-        label = label_of(request_id)
+        label = label_of(request_id, resume)
         outgoing = partial(
             convert.to_generate,
             model,
@@ -202,20 +223,25 @@ class AsyncClient:
             sampling=sampling,
             max_tokens=max_tokens,
             inline=self._defaults.inline,
+            resume=resume,
         )
-        return self.send(outgoing, label, timeout)
+        return self.send(outgoing, label, timeout, resume)
 
     def send(
-        self, outgoing: Callable[[], Outgoing[GenerateRequest]], request_id: str, timeout: float | EllipsisType | None
+        self,
+        outgoing: Callable[[], Outgoing[GenerateRequest]],
+        request_id: str,
+        timeout: float | EllipsisType | None,
+        resume: ResumePoint | None = None,
     ) -> AsyncGenerationStream:
         """The stream of a request that is there, or is made when the stream is entered. For `Client`."""
         stream = AsyncGenerationStream(
-            self._link.transport,
+            self._link.routes,
             outgoing,
             self._defaults.headers,
+            self._defaults.waiting(timeout),
             request_id=request_id,
-            timeout=self._defaults.seconds(timeout),
-            idle_timeout=self._defaults.idle_timeout,
+            resume=resume,
         )
         self._link.streams.add(stream)
         return stream
@@ -275,12 +301,12 @@ class AsyncClient:
             inline=self._defaults.inline,
         )
         ready = await asyncio.to_thread(outgoing)
-        async with (
-            self._call(timeout, ready.request.request_id) as (transport, seconds, metadata),
-            call.sending(transport, ready.uploads, seconds, metadata),
-        ):
-            answer = transport.estimate(ready.request, timeout=seconds, metadata=metadata)
-            return reading.to_estimate(await call.within(answer, seconds))
+
+        async def ask(transport: Transport, left: float | None, metadata: Metadata) -> EstimateResponse:
+            async with sending(transport, ready.uploads, left, metadata):
+                return await transport.estimate(ready.request, timeout=left, metadata=metadata)
+
+        return reading.to_estimate(await self._ask(ask, timeout, ready.request.request_id))
 
     @known_keywords()
     async def upload(
@@ -302,9 +328,11 @@ class AsyncClient:
         """
         checks.number("ttl", ttl, 0.001, MAX_SECONDS)
         sent = await asyncio.to_thread(Upload.alone, medium, ttl)
-        async with self._call(timeout, label_of(None)) as (transport, seconds, metadata):
-            response = await call.within(call.send(transport, sent, seconds, metadata), seconds)
-        return reading.to_handle(response, sent.header)
+
+        def ask(transport: Transport, left: float | None, metadata: Metadata) -> Awaitable[UploadResponse]:
+            return send(transport, sent, left, metadata)
+
+        return reading.to_handle(await self._ask(ask, timeout, label_of(None)), sent.header, medium)
 
     async def list_models(
         self,
@@ -312,9 +340,11 @@ class AsyncClient:
         timeout: float | EllipsisType | None = ...,  # noqa: ASYNC109 - the server is told it as well
     ) -> tuple[ModelInfo, ...]:
         """The models that may be asked, in the order of their names."""
-        async with self._call(timeout, label_of(None)) as (transport, seconds, metadata):
-            answer = transport.list_models(timeout=seconds, metadata=metadata)
-            return reading.to_models(await call.within(answer, seconds))
+
+        def ask(transport: Transport, left: float | None, metadata: Metadata) -> Awaitable[ListModelsResponse]:
+            return transport.list_models(timeout=left, metadata=metadata)
+
+        return reading.to_models(await self._ask(ask, timeout, label_of(None)))
 
     async def wait_ready(self, timeout: float = 60) -> None:  # noqa: ASYNC109 - how long to wait
         """Returns when the server takes requests and has a model that is ready.
@@ -323,16 +353,20 @@ class AsyncClient:
         not ready, and at once what waiting would not change, as AuthenticationFailed.
         """
         checks.seconds("timeout", timeout)
-        async with self._call(timeout) as (transport, _, metadata):
-            await transport.wait_ready(timeout, metadata=metadata)
+        await self._link.routes.wait_ready(timeout, await self._defaults.headers())
 
-    @asynccontextmanager
-    async def _call(
+    async def _ask(
         self,
+        ask: Callable[[Transport, float | None, Metadata], Awaitable[T]],
         timeout: float | EllipsisType | None,  # noqa: ASYNC109 - as above
-        request_id: str | None = None,
-    ) -> AsyncIterator[tuple[Transport, float | None, Metadata]]:
-        """What a call needs: the transport, its seconds, and what goes beside it."""
-        seconds = self._defaults.seconds(timeout)
-        transport = await self._link.transport()
-        yield transport, seconds, await self._defaults.headers(request_id)
+        request_id: str,
+    ) -> T:
+        """The answer of the first router that takes a call."""
+        seconds = self._defaults.waiting(timeout).timeout
+        await self._link.routes.current()
+        metadata = await self._defaults.headers(request_id)
+
+        def call(transport: Transport, left: float | None) -> Awaitable[T]:
+            return ask(transport, left, metadata)
+
+        return await within(self._link.routes.first(call, seconds), seconds)

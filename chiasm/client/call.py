@@ -1,4 +1,4 @@
-"""One call of a transport, with its two clocks, and the media that are sent beside it.
+"""One call, however often it has to be taken up again, with the clock of the whole of it.
 
 The call runs in a task of its own: whatever the transport opens on the way is entered and left by one task, whoever
 asks for the next response and whoever ends the call. A few responses are fetched ahead of the reader, no more: a reader
@@ -8,25 +8,20 @@ who pauses slows the server down. Knows responses, not events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import TypeAlias, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
+from chiasm.client.attempts import Attempts, Beside, Patience, late
 from chiasm.client.convert import Outgoing
-from chiasm.client.transport import Metadata, Transport
-from chiasm.client.upload import Upload
-from chiasm.errors import Cancelled, DeadlineExceeded, IdleTimeout, StatusError
-from chiasm.rpc.v1.router_pb2 import GenerateRequest, GenerateResponse, UploadResponse
+from chiasm.client.routes import Routes
+from chiasm.errors import Cancelled
+from chiasm.rpc.v1.router_pb2 import GenerateRequest, GenerateResponse
 
 AHEAD = 4
 """Responses fetched before they are asked for."""
 
 GRACE = 0.25
-"""Seconds beyond the deadline that the client waits for the server's own word, which names the stage at fault; and
-seconds that it waits for the word about an upload once the request that reads it has failed."""
-
-Beside: TypeAlias = Callable[[str], Awaitable[Metadata]]
-"""Makes what goes beside a call, of the id of its request."""
+"""Seconds beyond the deadline that the client waits for the server's own word, which names the stage at fault."""
 
 T = TypeVar("T")
 
@@ -35,28 +30,25 @@ class Call:
     """A running call. Made inside an event loop; starts at once.
 
     Args:
-        beside: asked once, within the deadline.
-        timeout: seconds of the whole call, the reader's pauses counted. None: no limit.
-        idle_timeout: seconds between two responses; the wait for the first is bounded by `timeout` alone.
+        beside: asked for each attempt, within the deadline.
+        patience: `timeout` is of the whole call, the reader's pauses counted.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        outgoing: Outgoing[GenerateRequest],
-        beside: Beside,
-        *,
-        timeout: float | None,
-        idle_timeout: float | None,
-    ) -> None:
+    def __init__(self, routes: Routes, outgoing: Outgoing[GenerateRequest], beside: Beside, patience: Patience) -> None:
         self._responses: asyncio.Queue[GenerateResponse | Exception | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(AHEAD)
         self._loop = asyncio.get_running_loop()
+        self._attempts = Attempts(routes, outgoing, beside, patience)
         # The task refers to the queue and not to this object, so that a call nobody holds any longer can be noticed.
         self._task = self._loop.create_task(
-            _run(transport, outgoing, beside, timeout, idle_timeout, self._responses, self._room),
+            _run(self._attempts, patience.timeout, self._responses, self._room),
             name=outgoing.request.request_id,
         )
+
+    @property
+    def resumes(self) -> int:
+        """How often the answer broke and was taken up again."""
+        return self._attempts.resumes
 
     async def next(self) -> GenerateResponse | None:
         """The next response, or None after the last. Raises what ended the call. Not to be asked after either."""
@@ -78,43 +70,28 @@ class Call:
 
 
 async def _run(
-    transport: Transport,
-    outgoing: Outgoing[GenerateRequest],
-    beside: Beside,
+    attempts: Attempts,
     timeout: float | None,  # noqa: ASYNC109 - the deadline is the server's too, which is told it
-    idle_timeout: float | None,
     responses: asyncio.Queue[GenerateResponse | Exception | None],
     room: asyncio.Semaphore,
 ) -> None:
+    async def deliver(response: GenerateResponse) -> None:
+        await room.acquire()
+        responses.put_nowait(response)
+
     end: Exception | None = None
     deadline = asyncio.timeout(None if timeout is None else timeout + GRACE)
     try:
         async with deadline:
-            metadata = await beside(outgoing.request.request_id)
-            incoming = transport.generate(outgoing.request, timeout=timeout, metadata=metadata)
-            async with sending(transport, outgoing.uploads, timeout, metadata), aclosing(incoming):
-                allowed: float | None = None
-                while True:
-                    idle = asyncio.timeout(allowed)
-                    try:
-                        async with idle:
-                            response = await anext(incoming, None)
-                    except TimeoutError as error:
-                        if not idle.expired():
-                            raise
-                        raise IdleTimeout(f"no event came for {idle_timeout:g} s (idle_timeout)") from error
-                    if response is None:
-                        break
-                    allowed = idle_timeout
-                    await room.acquire()
-                    responses.put_nowait(response)
+            await attempts.run(deliver)
     except asyncio.CancelledError:
         end = Cancelled("the call was cancelled")
         raise
     except Exception as error:  # whatever it is, the reader raises it
         end = error
         if isinstance(error, TimeoutError) and deadline.expired():
-            end = _late(timeout)
+            end = late(timeout)
+            end.__cause__ = attempts.failure
     finally:
         responses.put_nowait(end)
 
@@ -128,60 +105,4 @@ async def within(answer: Awaitable[T], timeout: float | None) -> T:  # noqa: ASY
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        raise _late(timeout) from error
-
-
-@asynccontextmanager
-async def sending(
-    transport: Transport,
-    uploads: Sequence[Upload],
-    timeout: float | None,  # noqa: ASYNC109 - that of the request
-    metadata: Metadata,
-) -> AsyncIterator[None]:
-    """Sends media while the block asks for what names them: the server reads them as they come.
-
-    What goes wrong with one of them ends the block, and is raised in place of what it did to the request.
-    """
-    if not uploads:
-        yield
-        return
-    tasks: list[asyncio.Task[UploadResponse]] = []
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks += [group.create_task(send(transport, upload, timeout, metadata)) for upload in uploads]
-            try:
-                yield
-            except StatusError as error:
-                if error.reason == "UPLOAD_PROTOCOL":
-                    # The request heard of a broken upload before its sender does.
-                    await asyncio.wait(tasks, timeout=GRACE, return_when=asyncio.FIRST_EXCEPTION)
-                raise
-            finally:
-                for task in tasks:
-                    task.cancel()
-    except BaseExceptionGroup as several:
-        failed = [task.exception() for task in tasks if not task.cancelled()]
-        cause = next((fault for fault in failed if fault is not None), several.exceptions[0])
-        raise cause from cause.__cause__
-
-
-async def send(
-    transport: Transport,
-    upload: Upload,
-    timeout: float | None,  # noqa: ASYNC109 - that of the call
-    metadata: Metadata,
-) -> UploadResponse:
-    """Sends one medium. Errors name its place in the request that it belongs to."""
-    try:
-        response = await transport.upload(upload.requests(), timeout=timeout, metadata=metadata)
-        upload.check(response)
-    except StatusError as error:
-        if upload.item is None:
-            raise
-        raise error.at(upload.item) from error.__cause__
-    return response
-
-
-def _late(timeout: float | None) -> DeadlineExceeded:
-    assert timeout is not None, "what has no limit is never late"
-    return DeadlineExceeded(f"the call took longer than {timeout:g} s (timeout)")
+        raise late(timeout) from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from chiasm.client import convert
 from chiasm.client.async_client import AsyncClient
+from chiasm.client.attempts import MAX_RESUMES, RESUME_TIMEOUT
 from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey
 from chiasm.client.defaults import IDLE_TIMEOUT, IN_SAMPLING, OF_CLIENT, TIMEOUT, label_of
 from chiasm.client.events import Estimate, Generation, ModelInfo
@@ -18,7 +19,7 @@ from chiasm.client.loop import LoopThread
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
 from chiasm.client.stream import GenerationStream, whole
 from chiasm.client.transport import Opener, in_process
-from chiasm.client.types import Content, Message, SamplingParams, prompt_of
+from chiasm.client.types import Content, Message, ResumePoint, SamplingParams, prompt_of
 
 if TYPE_CHECKING:
     import grpc
@@ -40,7 +41,7 @@ class Client:
     @known_keywords({"base_url": "target", "url": "target", "host": "target", "default_headers": "metadata"})
     def __init__(
         self,
-        target: str | None = None,
+        target: str | Sequence[str] | None = None,
         *,
         api_key: ApiKey | None = None,
         tls: bool | TLS | None = None,
@@ -48,6 +49,8 @@ class Client:
         idle_timeout: float | None = IDLE_TIMEOUT,
         connect_timeout: float = CONNECT_TIMEOUT,
         max_retries: int = MAX_RETRIES,
+        max_resumes: int = MAX_RESUMES,
+        resume_timeout: float | None = RESUME_TIMEOUT,
         metadata: Mapping[str, str | bytes] | None = None,
         channel_options: Mapping[str, int | str] | None = None,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
@@ -62,6 +65,8 @@ class Client:
             idle_timeout=idle_timeout,
             connect_timeout=connect_timeout,
             max_retries=max_retries,
+            max_resumes=max_resumes,
+            resume_timeout=resume_timeout,
             metadata=metadata,
             channel_options=channel_options,
             interceptors=interceptors,
@@ -87,7 +92,8 @@ class Client:
 
         Raises CheckpointError if the model cannot be served, Unsupported if the package was not installed.
         """
-        return cls(transport=in_process(model), timeout=timeout, idle_timeout=idle_timeout)
+        # Nothing lies between the client and this router that could break.
+        return cls(transport=in_process(model), timeout=timeout, idle_timeout=idle_timeout, max_resumes=0)
 
     @known_keywords(OF_CLIENT)
     def with_options(
@@ -95,6 +101,8 @@ class Client:
         *,
         timeout: float | EllipsisType | None = ...,
         idle_timeout: float | EllipsisType | None = ...,
+        max_resumes: int | EllipsisType = ...,
+        resume_timeout: float | EllipsisType | None = ...,
         api_key: ApiKey | EllipsisType | None = ...,
         metadata: Mapping[str, str | bytes] | EllipsisType | None = ...,
     ) -> Self:
@@ -102,7 +110,12 @@ class Client:
         client has; None means no limit, no key, no metadata."""
         copy = object.__new__(type(self))
         copy._client = self._client.with_options(
-            timeout=timeout, idle_timeout=idle_timeout, api_key=api_key, metadata=metadata
+            timeout=timeout,
+            idle_timeout=idle_timeout,
+            max_resumes=max_resumes,
+            resume_timeout=resume_timeout,
+            api_key=api_key,
+            metadata=metadata,
         )
         copy._loop, copy._life = self._loop, self._life
         return copy
@@ -132,13 +145,14 @@ class Client:
         max_tokens: int | None = None,
         timeout: float | EllipsisType | None = ...,
         request_id: str | None = None,
+        resume: ResumePoint | None = None,
     ) -> GenerationStream:
         """An answer as it comes. Arguments are those of `AsyncClient.stream`.
 
         Files are read here, and whatever is wrong with the request is raised here; those that are uploaded beside it
         are read while they are sent. It is sent when the stream is entered.
         """
-        label = label_of(request_id)
+        label = label_of(request_id, resume)
         outgoing = convert.to_generate(
             model,
             prompt_of(content, messages, token_ids, media),
@@ -146,8 +160,9 @@ class Client:
             sampling=sampling,
             max_tokens=max_tokens,
             inline=self._client.inline,
+            resume=resume,
         )
-        return GenerationStream(self._client.send(lambda: outgoing, label, timeout), self._loop, self._life)
+        return GenerationStream(self._client.send(lambda: outgoing, label, timeout, resume), self._loop, self._life)
 
     @known_keywords(IN_SAMPLING)
     def generate(

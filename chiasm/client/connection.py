@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from chiasm.client import checks
 from chiasm.client.keywords import known_keywords
@@ -33,6 +33,8 @@ CONNECT_TIMEOUT = 5.0
 
 MAX_RETRIES = 2
 """How often a call is sent again that a server which cannot take it now has not begun to answer."""
+
+T = TypeVar("T")
 
 ApiKey: TypeAlias = str | Callable[[], str] | Callable[[], Awaitable[str]]
 """A key, or what makes one for each call: a function, in a thread of its own, or a coroutine function."""
@@ -114,18 +116,37 @@ class Headers:
         return tuple(made)
 
 
-def check_target(target: str | None) -> str:
-    """`target`, or that of the environment (`CHIASM_TARGET`), or TARGET.
+def check_targets(target: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The routers that `target`, or the environment (`CHIASM_TARGET`), or TARGET names, each once.
 
-    Raises InvalidRequest FIELD_OUT_OF_RANGE for what gRPC would read as something else, a URL for example.
+    Args:
+        target: names in a sequence, or in one text with commas between them. `ipv4:` and `ipv6:` have their own commas.
+
+    Raises InvalidRequest FIELD_OUT_OF_RANGE for what gRPC would read as something else, as a URL, and for no name.
     """
-    given = os.environ.get("CHIASM_TARGET") or TARGET if target is None else target
+    given = _or_of_environment(target)
+    if isinstance(given, str):
+        given = (given,) if given.startswith(("ipv4:", "ipv6:")) else [part.strip() for part in given.split(",")]
+    if not isinstance(given, Sequence):
+        raise TypeError(f"target is text or a sequence of it, not {type(given).__name__}")
+    if not given:
+        raise InvalidRequest.out_of_range("target", "", "at least one HOST:PORT")
+    return tuple(dict.fromkeys(map(check_target, given)))
+
+
+def check_target(target: str | None) -> str:
+    """One of them. Raises as `check_targets`."""
+    given = _or_of_environment(target)
     if not isinstance(given, str):
         raise TypeError(f"target is text, not {type(given).__name__}")
     if not (_NAMED if _NAMED.fullmatch(given) else _ADDRESS).fullmatch(given):
         allowed = "HOST:PORT, unix:PATH or dns:///HOST:PORT, without http://; TLS is tls=True"
         raise InvalidRequest.out_of_range("target", given, allowed)
     return given
+
+
+def _or_of_environment(target: T | None) -> T | str:
+    return os.environ.get("CHIASM_TARGET") or TARGET if target is None else target
 
 
 def remote(

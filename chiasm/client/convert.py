@@ -6,14 +6,15 @@ A fault names its place as `messages[0].content[2]`, or `media[2]` beside token 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from chiasm.client import checks
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
 from chiasm.client.pixels import Raw, check_bytes, encoded, size_of
-from chiasm.client.types import Message, Prompt, Role, SamplingParams, TokenPrompt, parts_of
+from chiasm.client.types import Message, Prompt, ResumePoint, Role, SamplingParams, TokenPrompt, parts_of
 from chiasm.client.upload import Upload, frame_list, raw_layout
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.limits import MEDIA_BYTES, MIB, TEXT_BYTES
@@ -54,10 +55,27 @@ R = TypeVar("R", rpb.GenerateRequest, rpb.EstimateRequest)
 
 @dataclass(frozen=True, slots=True)
 class Outgoing(Generic[R]):
-    """A request, and the media that it names by handles and that are sent beside it."""
+    """A request, and the media that it names by handles and that are sent beside it.
+
+    Attributes:
+        sources: by slot, what makes the upload of a medium that it names by a handle once more, where it is at hand.
+    """
 
     request: R
     uploads: tuple[Upload, ...] = ()
+    sources: Mapping[int, Callable[[], Upload]] = field(default_factory=dict)
+
+    def again(self) -> Outgoing[R]:
+        """The same for a server that knows none of the handles: all that is at hand is sent, under new ones.
+
+        Raises OSError for a path that is not there any longer.
+        """
+        request = type(self.request)()
+        request.CopyFrom(self.request)
+        uploads = {slot: make() for slot, make in self.sources.items()}
+        for slot, upload in uploads.items():
+            request.media[slot].handle = upload.handle
+        return replace(self, request=request, uploads=tuple(uploads.values()))
 
 
 def to_generate(
@@ -68,6 +86,7 @@ def to_generate(
     sampling: SamplingParams | None = None,
     max_tokens: int | None = None,
     inline: int | None = None,
+    resume: ResumePoint | None = None,
 ) -> Outgoing[rpb.GenerateRequest]:
     """A request with the bytes of its media: files are read here.
 
@@ -75,6 +94,7 @@ def to_generate(
         request_id: 1 to 128 printable ASCII characters.
         max_tokens: takes the place of the one in `sampling`.
         inline: bytes of media that the request may carry itself; what does not fit is uploaded. None: it carries all.
+        resume: where the answer goes on.
 
     Raises:
         InvalidRequest: EMPTY_PROMPT, MESSAGE_ORDER, MALFORMED_REQUEST (a lone surrogate), FIELD_OUT_OF_RANGE,
@@ -83,6 +103,9 @@ def to_generate(
     """
     request = rpb.GenerateRequest()
     _sampling(request.sampling, sampling or SamplingParams(), max_tokens)
+    if resume is not None:
+        request.resume.resume_token = resume.token
+        request.resume.emitted.add(sequence=0, ids=resume.ids)
     return _filled(request, model, prompt, request_id, inline)
 
 
@@ -104,16 +127,20 @@ def _filled(request: R, model: str, prompt: Prompt, request_id: str, inline: int
     _check_text(model, "model")
     request.request_id, request.model = request_id, model
     uploads: list[Upload] = []
+    sources: dict[int, Callable[[], Upload]] = {}
     left = inline
-    for item, medium in _lay(request.prompt, prompt):
+    for slot, (item, medium) in enumerate(_lay(request.prompt, prompt)):
         try:
+            if (source := _source(medium)) is not None:
+                sources[slot] = partial(Upload, source, item=item, ttl=UPLOAD_TTL)
             size = 0 if isinstance(medium, Handle) else _size(medium)
             if left is None or size <= left:
                 request.media.append(_medium(medium))
                 left = None if left is None else left - size
             else:
                 assert not isinstance(medium, Handle), "a handle has no bytes"
-                uploads.append(Upload(medium, item=item, ttl=UPLOAD_TTL))
+                sources[slot] = partial(Upload, medium, item=item, ttl=UPLOAD_TTL)
+                uploads.append(sources[slot]())
                 request.media.append(_named(uploads[-1].handle, medium))
         except InvalidRequest as error:
             raise error.at(item) from error.__cause__
@@ -125,7 +152,7 @@ def _filled(request: R, model: str, prompt: Prompt, request_id: str, inline: int
             f"the request has {size} bytes, {MEDIA_BYTES} are taken",
             facts={"bytes": size, "limit": MEDIA_BYTES},
         )
-    return Outgoing(request, tuple(uploads))
+    return Outgoing(request, tuple(uploads), sources)
 
 
 def _lay(message: pb.Prompt, prompt: Prompt) -> Iterator[tuple[str, Medium]]:
@@ -198,6 +225,12 @@ def _check_text(text: str, item: str) -> None:
 def _size(medium: Image | Video | Frames) -> int:
     pictures = medium.pictures if isinstance(medium, Frames) else (medium,)
     return sum(0 if isinstance(picture.source, Handle) else size_of(picture.source) for picture in pictures)
+
+
+def _source(medium: Medium) -> Image | Video | Frames | None:
+    """What was uploaded under the handle that a medium is, or has, where this process did it."""
+    handle = medium if isinstance(medium, Handle) else None if isinstance(medium, Frames) else medium.source
+    return handle.medium if isinstance(handle, Handle) else None
 
 
 def _named(handle: str, medium: Medium) -> pb.Media:

@@ -1,18 +1,19 @@
-"""What a client gives to every call unless it says otherwise, and the transport that it shares with its copies."""
+"""What a client gives to every call unless it says otherwise, and what it shares with its copies."""
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 import weakref
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from types import EllipsisType
 
-from chiasm.client import checks
+from chiasm.client.attempts import Patience
 from chiasm.client.connection import Headers
+from chiasm.client.routes import Routes
 from chiasm.client.stream import AsyncGenerationStream
-from chiasm.client.transport import Opener, Transport
-from chiasm.client.types import SamplingParams
+from chiasm.client.transport import Opener
+from chiasm.client.types import ResumePoint, SamplingParams
 
 TIMEOUT = 600.0
 """Seconds of a whole call, unless the caller says otherwise."""
@@ -39,54 +40,35 @@ class Defaults:
     """What a client gives to every call.
 
     Attributes:
+        patience: how long it waits.
         inline: bytes of media that a request may carry itself; None: all.
     """
 
-    timeout: float | None
-    idle_timeout: float | None
+    patience: Patience
     headers: Headers
     inline: int | None
 
-    def __post_init__(self) -> None:
-        checks.seconds("timeout", self.timeout)
-        checks.seconds("idle_timeout", self.idle_timeout)
-
-    def seconds(self, timeout: float | EllipsisType | None) -> float | None:
-        """The time of a call. Raises InvalidRequest FIELD_OUT_OF_RANGE."""
-        whole = self.timeout if isinstance(timeout, EllipsisType) else timeout
-        checks.seconds("timeout", whole)
-        return whole
+    def waiting(self, timeout: float | EllipsisType | None) -> Patience:
+        """That of a call. Raises InvalidRequest FIELD_OUT_OF_RANGE."""
+        return self.patience if isinstance(timeout, EllipsisType) else replace(self.patience, timeout=timeout)
 
 
 class Link:
-    """The transport that a client and its copies share: opened once, when it is first needed."""
+    """What a client and its copies share: the routers that they may ask, and the streams that are open."""
 
-    def __init__(self, opener: Opener) -> None:
+    def __init__(self, openers: Sequence[Opener]) -> None:
         self.streams: weakref.WeakSet[AsyncGenerationStream] = weakref.WeakSet()
-        self._opener = opener
-        self._opening = asyncio.Lock()
-        self._transport: Transport | None = None
-        self._closed = False
-
-    async def transport(self) -> Transport:
-        """Raises ChiasmError if it cannot be opened, RuntimeError after `close()`."""
-        async with self._opening:
-            if self._closed:
-                raise RuntimeError("the client is closed")
-            if self._transport is None:
-                self._transport = await self._opener()
-            return self._transport
+        self.routes = Routes(openers)
 
     async def close(self) -> None:
-        self._closed = True
+        self.routes.refuse()
         for stream in list(self.streams):
             await stream.aclose()
-        async with self._opening:
-            transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
+        await self.routes.close()
 
 
-def label_of(request_id: str | None) -> str:
-    """The id of a request: the caller's, or one that is drawn."""
-    return uuid.uuid4().hex if request_id is None else request_id
+def label_of(request_id: str | None, resume: ResumePoint | None = None) -> str:
+    """The id of a request: the caller's, that of the request it goes on with, or one that is drawn."""
+    if request_id is None:
+        return uuid.uuid4().hex if resume is None else resume.request_id
+    return request_id

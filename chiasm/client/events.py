@@ -183,6 +183,8 @@ class Generation:
         ids: of all tokens drawn, with those of the stop string.
         logprobs: one element for each id, if they were asked for.
         stop: the stop string that ended it, if one did.
+        attempts: how often it was begun or taken up by a server, this client's resumes among them.
+        resumes: how often the stream broke and this client took it up again.
     """
 
     text: str
@@ -194,6 +196,8 @@ class Generation:
     request_id: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     stop: str | None = None
+    attempts: int = 1
+    resumes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

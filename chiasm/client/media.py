@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
@@ -38,7 +38,7 @@ class Handle:
 
     Used like the medium itself: `["What happens?", handle]`, or with options `Video(handle, fps=2)`. It is good for the
     server and the tenant it was made with, until it expires; every use puts that off. Anywhere else, and later, it is
-    NotFound MEDIA_EXPIRED.
+    NotFound MEDIA_EXPIRED. A client of several servers, and an answer that goes on at another, send the medium again.
 
     Attributes:
         id: 32 lower-case hexadecimal digits. With `kind` it is enough to make the same handle again elsewhere.
@@ -46,6 +46,8 @@ class Handle:
         byte_length: of the medium; None where it is not known.
         expires_at: when it is forgotten unless it is used before; None where it is not known.
         listed: whether it was uploaded as Frames, all of which are used.
+        medium: what was uploaded, kept for an answer that has to go on at a server which does not have it. None for a
+            handle that was made again, also for one that was copied or pickled.
 
     Raises InvalidRequest FIELD_OUT_OF_RANGE for an id or a kind that is none.
     """
@@ -56,12 +58,22 @@ class Handle:
     byte_length: int | None = None
     expires_at: datetime | None = None
     listed: bool = False
+    medium: Image | Video | Frames | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _handle, (self.id, self.kind, self.byte_length, self.expires_at, self.listed)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]{32}", self.id):
             raise InvalidRequest.out_of_range("handle", self.id, "32 lower-case hexadecimal digits")
         if self.kind not in ("image", "video"):
             raise InvalidRequest.out_of_range("kind", self.kind, "image or video")
+
+
+def _handle(
+    name: str, kind: Literal["image", "video"], byte_length: int | None, expires_at: datetime | None, listed: bool
+) -> Handle:
+    return Handle(name, kind, byte_length=byte_length, expires_at=expires_at, listed=listed)
 
 
 FileSource: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]"

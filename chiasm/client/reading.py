@@ -27,7 +27,7 @@ from chiasm.client.events import (
     TokenLogprobs,
     Usage,
 )
-from chiasm.client.media import Handle
+from chiasm.client.media import Frames, Handle, Image, Video
 from chiasm.errors import ServerError
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -52,11 +52,20 @@ _OPERATIONS: dict[int, Operation] = {
 
 
 class Reader:
-    """Reads the responses of one answer, in order."""
+    """Reads the responses of one answer, in order.
 
-    def __init__(self) -> None:
-        self._attempt = 0
-        self._index = 0
+    Args:
+        index: of the first token that is due.
+
+    Attributes:
+        attempt: the newest, from 1; 0 before the start.
+        point: how to go on, as the server said it last.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self.attempt = 0
+        self.point: rpb.ResumePoint | None = None
+        self._index = index
         self._units: list[tuple[int, int]] = []  # of each frame of the timeline
         self._visible = 0
 
@@ -68,17 +77,19 @@ class Reader:
         kind = response.WhichOneof("event")
         if kind == "started":
             return self._started(response.started)
-        if kind == "tokens" and response.tokens.attempt >= self._attempt:
+        if kind == "tokens" and response.tokens.attempt >= self.attempt:
             return [self._tokens(response.tokens)]
-        if kind == "visible" and response.visible.attempt >= self._attempt:
+        if kind == "visible" and response.visible.attempt >= self.attempt:
             return [self._see(response.visible)]
         if kind == "finished":
             return self._finished(response.finished)
+        if kind == "resume_point":
+            self.point = response.resume_point
         return []
 
     def _started(self, started: pb.Started) -> list[Event]:
-        first = self._attempt == 0
-        self._attempt = max(started.attempt, 1)
+        first = self.attempt == 0
+        self.attempt = max(started.attempt, 1)
         if not first:
             return []  # another attempt goes on with the same timeline
         self._units = [(frame.slot, frame.unit) for frame in started.frames]
@@ -194,12 +205,13 @@ def to_estimate(response: rpb.EstimateResponse) -> Estimate:
     )
 
 
-def to_handle(response: rpb.UploadResponse, header: pb.MediaHeader) -> Handle:
-    """The handle of an upload whose header was `header`."""
+def to_handle(response: rpb.UploadResponse, header: pb.MediaHeader, medium: Image | Video | Frames) -> Handle:
+    """The handle of an upload of `medium` whose header was `header`."""
     return Handle(
         response.handle,
         "video" if header.kind == pb.MEDIA_KIND_VIDEO else "image",
         byte_length=response.byte_length,
         expires_at=response.expire_time.ToDatetime(UTC) if response.HasField("expire_time") else None,
         listed=header.kind == pb.MEDIA_KIND_VIDEO and header.HasField("frames"),
+        medium=medium,
     )

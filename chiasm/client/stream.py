@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from datetime import UTC
 from types import TracebackType
 from typing import Self
 
 from chiasm.client.answer import Answer
-from chiasm.client.call import Beside, Call
+from chiasm.client.attempts import Beside, Patience
+from chiasm.client.call import Call
 from chiasm.client.convert import Outgoing
 from chiasm.client.events import (
     Event,
@@ -27,9 +29,10 @@ from chiasm.client.events import (
 )
 from chiasm.client.loop import LoopThread
 from chiasm.client.reading import Reader
-from chiasm.client.transport import Transport
-from chiasm.errors import Cancelled, ChiasmError, Unavailable
-from chiasm.rpc.v1.router_pb2 import GenerateRequest
+from chiasm.client.routes import Routes
+from chiasm.client.types import ResumePoint
+from chiasm.errors import Cancelled, ChiasmError
+from chiasm.rpc.v1.router_pb2 import GenerateRequest, GenerateResponse
 
 
 class AsyncGenerationStream:
@@ -42,22 +45,21 @@ class AsyncGenerationStream:
 
     def __init__(
         self,
-        transport: Callable[[], Awaitable[Transport]],
+        routes: Routes,
         outgoing: Callable[[], Outgoing[GenerateRequest]],
         beside: Beside,
+        patience: Patience,
         *,
         request_id: str,
-        timeout: float | None,
-        idle_timeout: float | None,
+        resume: ResumePoint | None = None,
     ) -> None:
-        self.answer = Answer(request_id)
-        self._transport = transport
+        self.answer = Answer(request_id, resume)
+        self._routes = routes
         self._outgoing = outgoing
         self._beside = beside
-        self._timeout = timeout
-        self._idle_timeout = idle_timeout
+        self._patience = patience
         self._call: Call | None = None
-        self._reader = Reader()
+        self._reader = Reader(0 if resume is None else len(resume.ids))
         self._events: deque[Event] = deque()
         self._over = False
         self._left = False
@@ -99,6 +101,17 @@ class AsyncGenerationStream:
     def request_id(self) -> str:
         return self.answer.request_id
 
+    @property
+    def resumes(self) -> int:
+        """How often the stream broke and was taken up again."""
+        return self.answer.resumes
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """Where the answer can be taken up, also by another process: after the last event that was read. None before
+        the server has said how, and when the answer has ended."""
+        return self.answer.resume_point
+
     def generation(self) -> Generation:
         """The whole answer. Raises RuntimeError before its end."""
         return self.answer.whole()
@@ -111,10 +124,10 @@ class AsyncGenerationStream:
     async def start(self) -> None:
         """Reads the media and sends the request, once. Entering the context does this, and so does the first event."""
         if self._call is None and not self._over:
-            transport = await self._transport()
+            await self._routes.current()
             # Files are read and pictures packed beside the loop, which others use too.
             outgoing = await asyncio.to_thread(self._outgoing)
-            self._call = Call(transport, outgoing, self._beside, timeout=self._timeout, idle_timeout=self._idle_timeout)
+            self._call = Call(self._routes, outgoing, self._beside, self._patience)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -132,7 +145,7 @@ class AsyncGenerationStream:
         """The next event.
 
         Raises ChiasmError: what the server refused or failed with, DeadlineExceeded, IdleTimeout, Cancelled after an
-        early end, Unavailable CONNECTION_LOST if the stream broke off.
+        early end, Unavailable CONNECTION_LOST if the stream broke off and could not be taken up again.
         """
         while not self._events:
             if self._left:
@@ -149,12 +162,12 @@ class AsyncGenerationStream:
         assert self._call is not None, "a stream that is not over has a call once it was started"
         try:
             response = await self._call.next()
+            self.answer.resumes = self._call.resumes
             if response is not None:
                 self._events.extend(self._reader.read(response))
+                self._note(response)
                 return
             self._over = True
-            if self.answer.finish_reason is None:
-                raise Unavailable("CONNECTION_LOST", "the stream ended before its answer did")
         except asyncio.CancelledError:
             # The reader left: nobody is there for whom the answer would be generated.
             self._left = True
@@ -165,6 +178,14 @@ class AsyncGenerationStream:
                 error.request_id = self.request_id
             await self._end()
             raise
+
+    def _note(self, response: GenerateResponse) -> None:
+        """What a response says beside its events."""
+        self.answer.attempts = max(1, self._reader.attempt)
+        if response.HasField("resume_point"):
+            point = response.resume_point
+            until = point.expire_time.ToDatetime(UTC) if point.HasField("expire_time") else None
+            self.answer.resumable(point.resume_token, until)
 
     async def aclose(self) -> None:
         """Cancels the request unless it has finished, and returns when everything it held is free. Twice is fine."""
@@ -248,6 +269,16 @@ class GenerationStream:
     @property
     def request_id(self) -> str:
         return self._stream.request_id
+
+    @property
+    def resumes(self) -> int:
+        """How often the stream broke and was taken up again."""
+        return self._stream.resumes
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """As that of AsyncGenerationStream."""
+        return self._stream.resume_point
 
     def generation(self) -> Generation:
         """The whole answer. Raises RuntimeError before its end."""

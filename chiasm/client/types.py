@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
 from typing import Literal, TypeAlias, get_args
 
 from chiasm.client import checks
@@ -52,6 +53,31 @@ class TokenPrompt:
 
 
 Prompt: TypeAlias = tuple[Message, ...] | TokenPrompt
+
+
+@known_keywords({"resume_token": "token", "emitted": "ids", "expire_time": "expires_at"})
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where an answer can be taken up, by whoever asks the same again: `stream.resume_point`, then `resume=`.
+
+    Attributes:
+        token: the server's word, signed: it fits this caller, this prompt and these options only.
+        ids: of all tokens that came, from the first on.
+        request_id: of the request that goes on.
+        expires_at: until when the token is taken; None where it is not known.
+
+    Raises InvalidRequest FIELD_OUT_OF_RANGE for an empty token and for ids that are none.
+    """
+
+    token: bytes
+    ids: tuple[int, ...]
+    request_id: str
+    expires_at: datetime | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token:
+            raise InvalidRequest.out_of_range("token", "", "the bytes of a resume point")
+        object.__setattr__(self, "ids", checks.token_ids("ids", self.ids))
 
 
 _NUMBERS = (

@@ -228,7 +228,7 @@ async def test_frames_are_encoded_as_they_are_sent_and_an_encoder_killed_meanwhi
 ) -> None:
     pictures, expected = numbers(6, 43 + killed)
     async with AsyncClient(served.target) as client:
-        sender = Sender(await client._link.transport(), pictures)
+        sender = Sender(await client._link.routes.current(), pictures)
         handle = Handle(sender.medium.handle, "video", listed=True)
         before = encoded(served)
         asking = asyncio.create_task(client.generate("digits", [handle, QUESTION]))
