@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 from blake3 import blake3
 
 from chiasm.errors import ChiasmError, InvalidRequest, NotFound
+from chiasm.rpc.server import Server
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from tests.client import fake
@@ -141,6 +143,22 @@ def end(attempt: int) -> rpb.GenerateResponse:
     response = fake.finished()
     response.finished.attempt, response.finished.tokens = attempt, len(TEXT)
     return response
+
+
+@asynccontextmanager
+async def killed_when_held(router: ResumableRouter, address: str = "127.0.0.1:0") -> AsyncIterator[Server]:
+    """A router that is gone, without a word to anybody, as soon as a call stands still."""
+    async with serving(router, address=address) as server:
+
+        async def kill() -> None:
+            await router.held.wait()
+            await server.stop(0)
+
+        killing = asyncio.create_task(kill())
+        try:
+            yield server
+        finally:
+            killing.cancel()
 
 
 async def main(address: str, index: int) -> None:
