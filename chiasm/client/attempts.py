@@ -205,7 +205,7 @@ class Attempts:
         """An answer that had begun broke. Raises the error if it is none that can be taken up."""
         if (
             not isinstance(error, Unavailable | Gap)
-            or not self._progress.token
+            or (self._progress.count > 0 and not self._progress.token)
             or self._breaks == self._patience.max_resumes
         ):
             raise error

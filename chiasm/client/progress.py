@@ -23,7 +23,7 @@ class Progress:
 
     Attributes:
         begun, finished: whether anything has come, and whether the end has.
-        token: the newest resume token; empty before one came.
+        token: the newest resume token; empty before one came. No answer goes on without, once a token was drawn.
         count: tokens that came, of all sequences.
         dropped: responses that said what was known already, or were of an attempt that is over.
     """
@@ -31,7 +31,7 @@ class Progress:
     def __init__(self, request: rpb.GenerateRequest) -> None:
         self.begun = False
         self.finished = False
-        self.token = b""
+        self.token = request.resume.resume_token
         self.count = 0
         self.dropped = 0
         self._ids = {said.sequence: list(said.ids) for said in request.resume.emitted}
@@ -45,6 +45,8 @@ class Progress:
         self._again = True
         asked = rpb.GenerateRequest()
         asked.CopyFrom(request)
+        if not self.token:
+            return asked  # nothing was drawn yet: it begins once more
         asked.resume.Clear()
         asked.resume.resume_token = self.token
         for sequence, ids in sorted(self._ids.items()):

@@ -152,6 +152,7 @@ async def killed_when_held(router: ResumableRouter, address: str = "127.0.0.1:0"
 
         async def kill() -> None:
             await router.held.wait()
+            await asyncio.sleep(0.1)  # what was said before mostly arrives; no more depends on it than where it breaks
             await server.stop(0)
 
         killing = asyncio.create_task(kill())
