@@ -48,7 +48,7 @@ Ask = Callable[[int, int], AsyncIterator[Any]]
 @contextmanager
 def started(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """`python -m …` while the block runs. It ends with its standard input."""
-    with (log.open("wb") if log else open(os.devnull, "wb")) as errors:
+    with log.open("wb") if log else open(os.devnull, "wb") as errors:
         process = subprocess.Popen([sys.executable, "-m", *arguments], stdin=subprocess.PIPE, stderr=errors)
     assert process.stdin is not None
     try:
@@ -185,5 +185,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     result = asyncio.run(measure(options.rounds, options.seconds))
     if not options.json:
-        print(f"p99 between tokens at 64 streams: {result['p99_ms_64']}; router {result['cpu_us_per_token_64']} µs a token")
+        print(
+            f"p99 between tokens at 64 streams: {result['p99_ms_64']}; router {result['cpu_us_per_token_64']} µs a token"
+        )
     print(json.dumps(result))

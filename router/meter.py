@@ -10,8 +10,8 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import router_pb2 as rpb
