@@ -84,7 +84,7 @@ class ChiasmBackend(Backend):
             await self._client.close()
             self._client = None
 
-    async def resolve(  # type: ignore[override]  # it is declared as a coroutine there, and used as here
+    async def resolve(  # type: ignore[override, misc]  # it is declared as a coroutine there, and used as here
         self, request: GenerationRequest, request_info: RequestInfo, history: Any = None
     ) -> AsyncIterator[tuple[GenerationResponse | None, RequestInfo]]:
         assert self._client is not None and self._asking is not None, "it was started"
