@@ -90,21 +90,22 @@ class Coordinator(Work):
         Raises ChiasmError; DeadlineExceeded names the stage at which the time was up.
         """
         self.start(self._run_decoder)
+        if self.remaining is not None:
+            self.start(self._watch_clock)
         try:
-            while (event := await self._next()) is not None:
+            while (event := await self._events.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
                 yield event
         finally:
             await self.end()
 
-    async def _next(self) -> rpb.GenerateResponse | Exception | None:
-        try:
-            async with asyncio.timeout(self.remaining):
-                return await self._events.get()
-        except TimeoutError:
-            stage = self.stage
-            raise DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage) from None
+    async def _watch_clock(self) -> None:
+        """One clock for the whole request: one for each event costs more than the event."""
+        await asyncio.sleep(max(self.remaining or 0.0, 0.0))
+        stage = self.stage
+        error = DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage)
+        await self._events.put(error)
 
     async def failed(self, error: Exception) -> None:
         if not self._answered:
@@ -183,9 +184,13 @@ class Coordinator(Work):
     async def _heard(self, responses: AsyncIterator[dpb.DecodeResponse], *, until_token: bool = False) -> bool:
         """Follows a decoder. Returns whether the answer is finished."""
         async for response in responses:
-            await self._on(response)
-            if response.HasField("finished") and response.finished.HasField("usage"):
-                return True  # it was the last sequence
+            if response.HasField("tokens"):  # nearly all are: no more is done for one than must be
+                self._tokens += len(response.tokens.ids)
+                await self._events.put(rpb.GenerateResponse(tokens=response.tokens))
+            else:
+                await self._on(response)
+                if response.HasField("finished") and response.finished.HasField("usage"):
+                    return True  # it was the last sequence
             if until_token and self._tokens:
                 break
         return False
@@ -235,9 +240,6 @@ class Coordinator(Work):
         elif which == "started":
             self._began = True
             await self._events.put(rpb.GenerateResponse(started=response.started))
-        elif which == "tokens":
-            self._tokens += len(response.tokens.ids)
-            await self._events.put(rpb.GenerateResponse(tokens=response.tokens))
         elif which == "visible":
             await self._events.put(rpb.GenerateResponse(visible=response.visible))
         elif which == "finished":

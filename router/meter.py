@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -29,25 +32,25 @@ class Meter(Collector):
 
     Attributes:
         running: requests being served.
+        tokens: told to clients.
+        between: the times between two events with tokens.
     """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.running = 0
+        self.tokens = 0
+        self.between = Between()
         running = Gauge("chiasm_num_requests_running", "Requests being served.", registry=self._registry)
         running.set_function(lambda: self.running)
         self._ended = Counter(
             "chiasm_requests", "Requests that ended, by what was asked and how.", ["operation", "reason"],
             registry=self._registry,
         )  # fmt: skip
-        self.tokens = Counter("chiasm_generation_tokens", "Tokens told to clients.", registry=self._registry)
         self.first = Histogram(
             "chiasm_time_to_first_token_seconds", "From the request to its first token.", buckets=_FIRST_TOKEN,
             registry=self._registry,
         )  # fmt: skip
-        self.between = Histogram(
-            "chiasm_inter_token_latency_seconds", "Between two token events.", buckets=_BETWEEN, registry=self._registry
-        )
         self._whole = Histogram(
             "chiasm_e2e_request_latency_seconds", "From the request to its end.", ["operation"], buckets=_WHOLE,
             registry=self._registry,
@@ -58,7 +61,9 @@ class Meter(Collector):
             self._whole.labels(operation)
 
     def collect(self) -> Iterable[Metric]:
-        return self._registry.collect()
+        yield from self._registry.collect()
+        yield CounterMetricFamily("chiasm_generation_tokens", "Tokens told to clients.", value=self.tokens)
+        yield self.between.metric()
 
     @contextmanager
     def request(self, operation: str) -> Iterator[Telling]:
@@ -80,6 +85,25 @@ class Meter(Collector):
             self._whole.labels(operation).observe(time.monotonic() - telling.began)
 
 
+class Between:
+    """A histogram of one thread, for what comes with every token: prometheus' own takes locks, and as long as handing
+    the token on."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BETWEEN) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(_BETWEEN, seconds)] += 1
+        self._sum += seconds
+
+    def metric(self) -> Metric:
+        bounds = [*map(floatToGoString, _BETWEEN), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        name, about = "chiasm_inter_token_latency_seconds", "Between two token events."
+        return HistogramMetricFamily(name, about, buckets=buckets, sum_value=self._sum)
+
+
 class Telling:
     """The events of one answer as they are told.
 
@@ -98,10 +122,10 @@ class Telling:
             return
         now, count = time.monotonic(), len(event.tokens.ids)
         if self._last:
-            self._meter.between.observe(now - self._last)
+            self._meter.between.add(now - self._last)
         else:
             self.facts["first_token_seconds"] = round(now - self.began, 4)
             self._meter.first.observe(now - self.began)
         self._last = now
-        self._meter.tokens.inc(count)
+        self._meter.tokens += count
         self.facts["tokens"] = self.facts.get("tokens", 0) + count

@@ -232,6 +232,99 @@ def ask(
         verb.print_json(said)
 
 
+class LoadScenario(StrEnum):
+    """What a load asks."""
+
+    IMAGE = "image"
+    IMAGES = "images"
+    QUESTIONS = "questions"
+    GROWING = "growing"
+    TEXT = "text"
+
+
+class LoadArrivals(StrEnum):
+    """How requests of a rate follow each other."""
+
+    POISSON = "poisson"
+    CONSTANT = "constant"
+
+
+@app.command()
+def load(
+    target: options.Target = options.TARGET,
+    scenario: Annotated[
+        LoadScenario,
+        typer.Option(
+            help="One image, several images, one video and many questions, a clip that grows, or no media at all."
+        ),
+    ] = LoadScenario.IMAGE,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(min=0.001, help="Requests a second, whether or not others are answered; several are run in turn."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Callers who ask again when they are answered; several are run in turn."),
+    ] = None,
+    arrivals: Annotated[LoadArrivals, typer.Option(help="Of requests that come by a rate.")] = LoadArrivals.POISSON,
+    duration: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds in which requests are sent. Default: 10.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many are sent, instead of a duration.")] = None,
+    slo: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=NUMBER,…",
+            help="Limits on the 99th percentile of ttft_ms, tpot_ms, itl_ms, e2el_ms, and on the share refused.",
+        ),
+    ] = "",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Writes the numbers here.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Writes a report here: one page.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and questions.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Which model. Default: the only one that is served.")] = None,
+    check: Annotated[
+        bool | None,
+        typer.Option("--check/--no-check", help="Whether answers must be right. Default: those of the model digits."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Makes each picture one that no cache has seen with this seed.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Bounds an answer.")] = 32,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds of one request.")] = 60.0,
+    processes: Annotated[int, typer.Option(min=1, help="How many processes send.")] = 1,
+) -> None:
+    """Puts a load on a router, and says what became of it.
+
+    Exit code 1 where a limit was missed, a request failed, or an answer was wrong. Needs the extra `load`.
+    """
+    from chiasm.cli import load as verb
+    from chiasm.cli.telling import console
+
+    with told():
+        held = verb.start(
+            verb.planned(
+                target=target,
+                scenario=scenario.value,
+                rates=rate or (),
+                callers=concurrency or (),
+                arrivals=arrivals.value,
+                duration=duration,
+                requests=requests,
+                seed=seed,
+                model=model,
+                check=check,
+                fresh=fresh,
+                max_tokens=max_tokens,
+                timeout=timeout,
+                processes=processes,
+            ),
+            slo,
+            verb.Outputs(json=json, html=html),
+            console(stderr=True),
+        )
+    raise typer.Exit(0 if held else 1)
+
+
 @app.command()
 def health(
     target: options.Target = options.TARGET,
