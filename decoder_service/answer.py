@@ -152,8 +152,8 @@ class Answer:
             self._add(token)
 
     async def resume(self) -> None:
-        """Lays what an earlier attempt has told behind the prompt, which is whole, and goes on where that stopped. Nothing
-        of it is told again; that the answer had ended with it is.
+        """Lays what an earlier attempt has told behind the prompt, which is whole, and goes on where that stopped.
+        None of it is told again; that the answer had ended with it is.
 
         Raises as `Wording.replay`.
         """

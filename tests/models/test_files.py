@@ -237,3 +237,25 @@ def test_a_model_is_called_by_its_folder_or_its_hub_name(tmp_path: Path, monkeyp
     monkeypatch.chdir(snapshot)
     assert [open_model(given).name for given in (".", f"{snapshot}/", "../0123abcd")] == ["0123abcd"] * 3
     assert Model(snapshot, "another").name == "another"
+
+
+# -- what text it makes ------------------------------------------------------------------------------------------------
+
+
+def test_weights_tokenizer_and_template_each_change_the_fingerprint_of_what_text_is_made(tmp_path: Path) -> None:
+    def made(name: str, *, seed: int = 0, **files: str) -> bytes:
+        folder = write(tmp_path / name, seed=seed)
+        for file, text in files.items():
+            (folder / file.replace("_json", ".json").replace("_jinja", ".jinja")).write_text(text, encoding="utf-8")
+        return Checkpoint(folder).text_fingerprint
+
+    whole = {"tokenizer_json": "{}", "chat_template_jinja": "x"}
+    first = made("first", **whole)
+    assert len(first) == 32 and made("same", **whole) == first
+    others = [
+        made("weights", seed=1, **whole),
+        made("tokenizer", tokenizer_json="{ }", chat_template_jinja="x"),
+        made("template", tokenizer_json="{}", chat_template_jinja="y"),
+        made("neither"),
+    ]
+    assert len({first, *others}) == 5
