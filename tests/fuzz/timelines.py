@@ -166,6 +166,7 @@ def asked(draw: st.DrawFn) -> Asked:
         sampling["frequency_penalty"] = 0.5
     if not live:
         sampling["n"] = draw(st.sampled_from([1, 1, 2, 3]))
+    leaves = draw(st.sampled_from([None, None, None, None, 2, 5]))
     return Asked(
         text=draw(st.sampled_from(TEXTS)) + draw(st.sampled_from(["", "", "abc", " ab c"])),
         media=media,
@@ -177,8 +178,8 @@ def asked(draw: st.DrawFn) -> Asked:
         tenant=draw(st.sampled_from(["a", "a", "b"])),
         known=draw(st.booleans()),
         order=tuple(draw(st.lists(st.integers(0, 9), min_size=8, max_size=8))),
-        leaves=draw(st.sampled_from([None, None, None, None, 2, 5])),
-        breaks=None if live else draw(st.sampled_from([None, None, 1, 4, 9, 20, 40])),
+        leaves=leaves,
+        breaks=None if live or leaves else draw(st.sampled_from([None, None, 1, 4, 9, 20, 40])),
     )
 
 

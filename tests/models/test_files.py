@@ -243,19 +243,18 @@ def test_a_model_is_called_by_its_folder_or_its_hub_name(tmp_path: Path, monkeyp
 
 
 def test_weights_tokenizer_and_template_each_change_the_fingerprint_of_what_text_is_made(tmp_path: Path) -> None:
-    def made(name: str, *, seed: int = 0, **files: str) -> bytes:
+    def made(name: str, tokenizer: str = "{}", template: str = "x", *, seed: int = 0) -> bytes:
         folder = write(tmp_path / name, seed=seed)
-        for file, text in files.items():
-            (folder / file.replace("_json", ".json").replace("_jinja", ".jinja")).write_text(text, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         return Checkpoint(folder).text_fingerprint
 
-    whole = {"tokenizer_json": "{}", "chat_template_jinja": "x"}
-    first = made("first", **whole)
-    assert len(first) == 32 and made("same", **whole) == first
+    first = made("first")
+    assert len(first) == 32 and made("same") == first
     others = [
-        made("weights", seed=1, **whole),
-        made("tokenizer", tokenizer_json="{ }", chat_template_jinja="x"),
-        made("template", tokenizer_json="{}", chat_template_jinja="y"),
-        made("neither"),
+        made("weights", seed=1),
+        made("tokenizer", "{ }"),
+        made("template", template="y"),
+        made("moved", "", "{}x"),
     ]
     assert len({first, *others}) == 5
