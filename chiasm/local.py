@@ -198,6 +198,7 @@ class LocalService:
             engine,
             model.prompt(),
             fingerprint=fingerprint,
+            text_fingerprint=model.checkpoint.text_fingerprint,
             store=self.store,
             workers_secret=workers,
             form=settings.form,

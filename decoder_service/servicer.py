@@ -75,6 +75,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             layers=engine.half.layers_total,
             modes=_MODES,
             vocabulary=self.model.vocabulary,
+            text_fingerprint=self.model.text_fingerprint,
         )
         limits = dpb.DecoderLimits(
             self_pool_tokens=engine.pages.total * engine.pages.page_size,
@@ -155,7 +156,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             raise Unsupported("OPERATION_UNSUPPORTED", f"sample mode {opened.sample} is not served")
         if not opened.HasField("seed"):
             raise InvalidRequest("FIELD_MISSING", "seed is missing", facts={"field": "seed"})
-        unbuilt = [name for name in ("adapter", "emitted") if getattr(opened, name)]
+        unbuilt = ["adapter"] if opened.adapter else []
         unbuilt += [name for name in ("live", "states") if opened.HasField(name)]
         if unbuilt:
             raise Unsupported("FEATURE_DISABLED", f"{unbuilt[0]} is not served", facts={"field": unbuilt[0]})

@@ -41,6 +41,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             engine,
             model.prompt(),
             fingerprint=fingerprint,
+            text_fingerprint=model.checkpoint.text_fingerprint,
             store=kept.store,
             workers_secret=secret,
             max_rows=settings.max_rows,
