@@ -14,13 +14,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from chiasm.errors import ChiasmError, DeadlineExceeded, ServerError, Unavailable
+from chiasm.errors import ChiasmError, DeadlineExceeded, Overloaded, ServerError, Unavailable
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
+from router.choice import affinity_keys
 from router.dispatch import Outbox
 from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
@@ -59,6 +60,7 @@ class Coordinator(Work):
         deadline: float | None = None,
         credit: int = INITIAL_CREDIT,
         spread: Spread = WHOLE,
+        tenant: str = "",
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
@@ -72,6 +74,8 @@ class Coordinator(Work):
             credit=credit,
             spread=spread,
             priority=request.priority,
+            tenant=tenant,
+            keys=affinity_keys(request, tenant_root),
         )
         self._request = request
         self._seed = checked.seed_of(request.sampling)
@@ -142,6 +146,9 @@ class Coordinator(Work):
                     self.start(medium.run)
             try:
                 await self._decode(worker)
+            except Overloaded as error:
+                if self._admitted or not self.turned_away(worker, error):
+                    raise
             except LOST as error:
                 self.fleet.lost(worker)
                 if error.reason == "DRAINING":  # it has not begun: that costs the request nothing but a moment
@@ -165,8 +172,8 @@ class Coordinator(Work):
             async with aclosing(calls):
                 # A worker that stands still is given up as long as another can take its place.
                 async with aclosing(worker.attended(calls)) as early:
-                    finished = await self._heard(early, until_token=True)
-                if finished or await self._heard(calls):
+                    finished = await self._heard(worker, early, until_token=True)
+                if finished or await self._heard(worker, calls):
                     await self._see_off(calls)
                     return
         raise ServerError("STREAM_BROKEN", "the decoder ended its stream before the answer was finished")
@@ -180,9 +187,13 @@ class Coordinator(Work):
         except (TimeoutError, ChiasmError):
             pass  # the answer is whole, and the call ends with this request
 
-    async def _heard(self, responses: AsyncIterator[dpb.DecodeResponse], *, until_token: bool = False) -> bool:
+    async def _heard(
+        self, worker: DecoderWorker, responses: AsyncIterator[dpb.DecodeResponse], *, until_token: bool = False
+    ) -> bool:
         """Follows a decoder. Returns whether the answer is finished."""
         async for response in responses:
+            if response.HasField("load"):
+                worker.hear(response.load)
             await self._on(response)
             if response.HasField("finished") and response.finished.HasField("usage"):
                 return True  # it was the last sequence
@@ -215,6 +226,7 @@ class Coordinator(Work):
             sample=dpb.SAMPLE_MODE_WHEN_CLOSED,
             prompt_visibility=request.prompt_visibility,
             priority=request.priority,
+            fairness_key=self.tenant,
         )
 
     async def _on(self, response: dpb.DecodeResponse) -> None:
