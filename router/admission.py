@@ -38,7 +38,7 @@ SHARE: Final = 8
 there is always room for one more ("Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", Choudhury and
 Hahne, 1998)."""
 
-FEW: Final = 16
+FEW: Final = 4
 """Requests that may wait whatever is foretold of their wait: what is foretold for few is mostly chance."""
 
 RETRY_SECONDS: Final = 1.0
@@ -185,8 +185,7 @@ class Admission:
         raise Overloaded(
             "TOO_LATE",
             f"a first token is {wait:.2f} s away, {allowed:.2f} s are allowed",
-            retry_after=max(wait - allowed, RETRY_SECONDS)
-            * random.uniform(1.0, 1.5),
+            retry_after=max(wait - allowed, RETRY_SECONDS) * random.uniform(1.0, 1.5),
             facts={"wait": round(wait, 2), "limit": round(allowed, 2)},
         )
 
