@@ -48,22 +48,22 @@ class Encoder(encoder_pb2_grpc.EncoderServicer):
     """Every medium is one unit, and so many at a time take `seconds` each."""
 
     def __init__(self, *, places: int, seconds: float) -> None:
-        self._turns = Turns(max_waiting=1024, max_running=places, max_cost=1 << 24)
+        self.turns = Turns(max_waiting=1024, max_running=places, max_cost=1 << 24)
         self._seconds = seconds
-        self._replica = _replica()
+        self.replica = _replica()
 
     def _load(self) -> pb.Load:
-        return load_of(self._turns, 0.0)
+        return load_of(self.turns, 0.0)
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
         models = [epb.EncoderModel(name=MODEL, fingerprint=_PRINT, forms=_FORMS)]
-        return epb.EncoderInfoResponse(replica=self._replica, models=models, load=self._load())
+        return epb.EncoderInfoResponse(replica=self.replica, models=models, load=self._load())
 
     async def Encode(
         self, request_iterator: AsyncIterator[epb.EncodeRequest], context: Any
     ) -> AsyncIterator[epb.EncodeResponse]:
         riding = Riding(self._load)
-        with self._turns.enter(seconds_left(context)) as turn:
+        with self.turns.enter(seconds_left(context)) as turn:
             tenant = b""
             async for request in request_iterator:
                 which = request.WhichOneof("message")
@@ -96,23 +96,23 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
 
     def __init__(self, *, seats: int, seconds: float) -> None:
         self.steps = 0
-        self._turns = Turns(max_waiting=256, max_running=seats, max_cost=1 << 22)
+        self.turns = Turns(max_waiting=256, max_running=seats, max_cost=1 << 22)
         self._seconds = seconds
-        self._replica = _replica()
+        self.replica = _replica()
 
     def _load(self) -> pb.Load:
-        return load_of(self._turns, 0.0)
+        return load_of(self.turns, 0.0)
 
     async def Info(self, request: dpb.DecoderInfoRequest, context: Any) -> dpb.DecoderInfoResponse:
         model = dpb.DecoderModel(name=MODEL, fingerprint=_PRINT, family="paced", context_limit=65_536, layers=1)
         model.forms.extend(_FORMS)
-        return dpb.DecoderInfoResponse(replica=self._replica, models=[model], load=self._load())
+        return dpb.DecoderInfoResponse(replica=self.replica, models=[model], load=self._load())
 
     async def Decode(
         self, request_iterator: AsyncIterator[dpb.DecodeRequest], context: Any
     ) -> AsyncIterator[dpb.DecodeResponse]:
         riding = Riding(self._load)
-        with self._turns.enter(seconds_left(context)) as turn:
+        with self.turns.enter(seconds_left(context)) as turn:
             opened, lacking, sized = dpb.DecodeOpen(), 0, 0
             async for request in request_iterator:
                 which = request.WhichOneof("message")

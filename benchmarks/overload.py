@@ -29,7 +29,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from benchmarks._paced import MODEL, TENANT
 from chiasm.errors import ChiasmError, Overloaded
 from chiasm.rpc.call import streamed
@@ -203,7 +202,7 @@ async def neighbour_of(made: System, peak: float, seconds: float) -> float:
     rate = peak / 5
 
     def p99(every: Sequence[Asked]) -> float:
-        return percentile([one.last / one.tokens if one.last is not None else DEADLINE for one in every], 0.99)
+        return percentile([one.last if one.last is not None else DEADLINE for one in every], 0.99)
 
     alone = await made.poisson(rate, seconds, tenant="quiet")
     beside, _ = await asyncio.gather(

@@ -9,8 +9,9 @@ from typing import Final
 HALF_LIFE: Final = 10.0
 """Seconds, of those in which anybody waited, after which what was seen weighs half."""
 
-SURE: Final = 8.0
-"""Requests, by that weight, that must have begun before anything is foretold."""
+SURE: Final = 8
+"""Requests that must have begun before anything is foretold. They count for good: where all stand still, it is to be
+known how long that takes."""
 
 
 class Pace:
@@ -30,7 +31,7 @@ class Pace:
         self._at = clock()
         self._seconds = 0.0
         self._begun = 0.0  # cost
-        self._count = 0.0
+        self._count = 0
 
     def came(self, cost: int) -> None:
         self._pass()
@@ -68,5 +69,4 @@ class Pace:
             kept = 0.5 ** (passed / HALF_LIFE)
             self._seconds = self._seconds * kept + passed
             self._begun *= kept
-            self._count *= kept
         self._at = now
