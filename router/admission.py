@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from chiasm.errors import InvalidRequest, Overloaded
+from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.memory import REQUESTS, UPLOADS, Memory
@@ -137,9 +137,11 @@ class Admission:
             cost: in tokens (`cost_of`).
             seconds: to its deadline.
 
-        Raises Overloaded, with a time to try again: MEMORY_FULL, TENANT_QUOTA, QUEUE_FULL for what is in flight,
+        Raises DeadlineExceeded if there is no time left, and Overloaded, with a time to try again: MEMORY_FULL, TENANT_QUOTA, QUEUE_FULL for what is in flight,
         TOO_LATE for a request that would wait longer than it may.
         """
+        if seconds <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was taken", stage="queue")
         account = self._accounts.setdefault(tenant.name, Account(clock=self._clock))
         try:
             self._memory.check(REQUESTS)

@@ -74,12 +74,12 @@ class System:
         self.stub = stub
 
     async def ask(
-        self, data: bytes = b"a picture", *, tokens: int = 2, timeout: float | None = 30.0, tenant: str = "local"
+        self, data: bytes = b"a picture", *, tokens: int = 2, seconds: float = 30.0, tenant: str = "local"
     ) -> int:
         """How many tokens came."""
         request = question("What is it?", image(data), model=MODEL, max_tokens=tokens)
         count = 0
-        async for event in streamed(self.stub.Generate(request, timeout=timeout, metadata=((TENANT, tenant),))):
+        async for event in streamed(self.stub.Generate(request, timeout=seconds, metadata=((TENANT, tenant),))):
             count += len(event.tokens.ids)
         return count
 
@@ -90,14 +90,16 @@ async def system(
 ) -> AsyncIterator[System]:
     async with AsyncExitStack() as stack:
         targets: dict[str, list[str]] = {"encoder": [], "decoder": []}
-        for number, worker in enumerate((*encoders, *decoders)):
-            server = Server(f"unix:{folder}/{number}")
-            if isinstance(worker, Encoder):
-                server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, worker)
-            else:
-                server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, worker)
+        for number, encoder in enumerate(encoders):
+            server = Server(f"unix:{folder}/encoder-{number}")
+            server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, encoder)
             await stack.enter_async_context(server)
-            targets["encoder" if isinstance(worker, Encoder) else "decoder"].append(server.target)
+            targets["encoder"].append(server.target)
+        for number, decoder in enumerate(decoders):
+            server = Server(f"unix:{folder}/decoder-{number}")
+            server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, decoder)
+            await stack.enter_async_context(server)
+            targets["decoder"].append(server.target)
         fleet = StaticFleet(targets["encoder"], targets["decoder"])
         await fleet.start()
         stack.push_async_callback(fleet.close)
@@ -199,7 +201,7 @@ async def test_a_deadline_that_passes_in_the_line_names_it_and_nothing_is_comput
         with decoder.turns.enter() as first:
             await first.begin()
             with pytest.raises(DeadlineExceeded) as caught:
-                await made.ask(timeout=0.8)
+                await made.ask(seconds=0.8)
             assert caught.value.stage == "queue"
             await until(lambda: decoder.turns.waiting == 0)
         assert decoder.steps == 0 and await made.ask() == 2
