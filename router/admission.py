@@ -137,8 +137,8 @@ class Admission:
             cost: in tokens (`cost_of`).
             seconds: to its deadline.
 
-        Raises DeadlineExceeded if there is no time left, and Overloaded, with a time to try again: MEMORY_FULL, TENANT_QUOTA, QUEUE_FULL for what is in flight,
-        TOO_LATE for a request that would wait longer than it may.
+        Raises DeadlineExceeded if there is no time left, and Overloaded, with a time to try again: MEMORY_FULL,
+        TENANT_QUOTA, QUEUE_FULL for what is in flight, TOO_LATE for a request that would wait longer than it may.
         """
         if seconds <= 0:
             raise DeadlineExceeded("the deadline passed before the request was taken", stage="queue")
