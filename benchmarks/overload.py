@@ -4,8 +4,8 @@ The real router and the real wire before workers that take a fixed time for ever
 processes of their own. Requests come as they do from many who know nothing of each other (Poisson, open loop), each
 with a picture of its own and an answer of 10 to 30 tokens. *Goodput* is answers a second whose first token came within
 `--slo` seconds of the time at which they were due and whose last within twice the time they take alone; a refusal is a
-miss. Peak is the goodput of as many who ask again and again as there are seats. `goodput_2x` and `goodput_10x` are
-goodputs at twice and ten times the peak, as parts of it.
+miss. Peak is the goodput of a quarter more who ask again and again than there are seats. `goodput_2x` and
+`goodput_10x` are goodputs at twice and ten times the peak, as parts of it.
 
 `refusal_p99` is milliseconds until a refusal at ten times the peak. `recovery` is the goodput after the workers stood
 still at 80 % load, while every client tried again at once, four times, whatever it was told, as a part of that before.
@@ -116,6 +116,8 @@ class System:
             while time.monotonic() < end:
                 every.append(self.fresh(time.monotonic()))
                 await self.ask(every[-1])
+                if every[-1].last is None:
+                    await asyncio.sleep(0.1)
 
         await asyncio.gather(*(caller() for _ in range(callers)))
         return every
@@ -170,9 +172,9 @@ WARM = 3.0
 
 
 async def peak_of(made: System, seconds: float, slo: float) -> float:
-    """As many callers as there are seats, and a few more, so that none is empty between two."""
+    """A quarter more callers than there are seats, so that none is empty between two."""
     began = time.monotonic()
-    every = await made.closed(DECODERS * SEATS + 2, seconds + WARM)
+    every = await made.closed(DECODERS * SEATS * 5 // 4, seconds + WARM)
     return goodput(every, began + WARM, began + WARM + seconds, slo)
 
 

@@ -137,6 +137,7 @@ class Coordinator(Work):
             first = self.decoder is None
             worker = await self.reach_decoder()
             self._attempt += 1
+            self._admitted = False
             self._told = self._timeline_so_far()
             for medium in self.media:
                 for ready in [*medium.announced.values()]:
