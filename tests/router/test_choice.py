@@ -56,6 +56,10 @@ def test_equal_media_in_flight_meet_wherever_they_went_and_weigh_once() -> None:
             worker = chosen(found, b"hot")
             calls.enter_context(worker.making(b"hot"))
         assert Counter(len(worker.hints) for worker in found) == {0: 2, 1: 1}
+        for number in range(8):
+            calls.enter_context(worker.making(hint(number)))
+        assert chosen(found, b"hot") is worker
+        assert all(chosen(found, hint(number)) is not worker for number in range(100, 200)), "it has too much to do"
 
 
 def test_an_encoder_whose_queue_is_long_in_patches_is_spared_new_media() -> None:
