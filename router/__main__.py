@@ -14,10 +14,12 @@ from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
 from chiasm.rpc.process import Process, run
 from chiasm.rpc.v1 import router_pb2_grpc
 from chiasm.settings import read_secret
+from router.admission import AdmissionLimits
 from router.servicer import RouterLimits, RouterServicer
 from router.settings import RouterSettings
 from router.spread import Spread
 from router.static_fleet import StaticFleet
+from router.tenants import Quota
 from router.uploads import UploadLimits
 
 FAREWELL = 0.5
@@ -35,6 +37,13 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
         slow_seconds=settings.slow_seconds,
         spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
+        admission=AdmissionLimits(
+            requests=settings.max_requests,
+            cost=settings.max_cost,
+            wait=settings.max_wait,
+            memory=settings.max_memory,
+        ),
+        quota=Quota(requests=settings.tenant_requests, cost_per_minute=settings.tenant_cost_per_minute),
     )
     servicer = RouterServicer(fleet, tenant_root=root, limits=limits)
     process.registry.register(servicer.meter)
