@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Literal, TypeAlias
 
@@ -24,6 +24,13 @@ Rgb = digits.Rgb
 
 _CELL = 8
 """Pixels of a picture's squares, each of one colour: small files, and no two pictures alike."""
+
+
+_LIKE = 4
+"""Pictures that are alike but for their last square: 4, 5, 6 and 7, and so on."""
+
+_FLAT = 2
+"""Pictures that have one colour: their bytes are the same, whichever side is the longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +50,16 @@ class Picture:
 @lru_cache(maxsize=1 << 12)
 def _drawn(picture: Picture) -> Rgb:
     rows, columns = -(-picture.height // _CELL), -(-picture.width // _CELL)
-    bits = blake3.blake3(f"picture {picture.number}".encode()).digest(rows * columns * 3)
-    cells = np.frombuffer(bits, np.uint8).reshape(rows, columns, 3)
+    cells = np.frombuffer(_bits(picture.number // _LIKE, rows * columns * 3), np.uint8).reshape(rows, columns, 3).copy()
+    if picture.number < _FLAT:
+        cells[:] = cells[0, 0]
+    cells[-1, -1] = np.frombuffer(_bits(-1 - picture.number, 3), np.uint8) if picture.number >= _FLAT else cells[0, 0]
     drawn = cells.repeat(_CELL, 0).repeat(_CELL, 1)[: picture.height, : picture.width]
     return np.ascontiguousarray(drawn)
+
+
+def _bits(number: int, count: int) -> bytes:
+    return blake3.blake3(f"picture {number}".encode()).digest(count)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -98,7 +111,7 @@ class Request:
         name: its label, once in a history.
         tenant: who asks, by name.
         parts: of one user turn.
-        leave: events after which its client leaves; None for one that stays.
+        leave: events after which its client leaves, 0 for one that leaves before there is any; None for one that stays.
     """
 
     name: str
@@ -166,7 +179,12 @@ class Asking:
         parts.append(self._text())
         if self._asked and draw.random() < 0.3:  # a known prompt with other words behind it
             before = draw.choice(self._asked[-20:])
-            media, parts = before.media, [*before.parts, self._text()]
+            media, parts = before.media, [*before.parts]
+            if media and draw.random() < 0.5:  # or the same words about another medium of the same kind and size
+                at = draw.randrange(len(media))
+                media = (*media[:at], self._like(media[at]), *media[at + 1 :])
+            else:
+                parts.append(self._text())
         request = Request(
             name=f"{self._seed}-{self._made}",
             tenant=draw.choice(self._tenants),
@@ -176,7 +194,7 @@ class Asking:
             temperature=draw.choice((0.0, 0.0, 0.7, 1.3)),
             max_tokens=draw.choice((1, 4, 12, 24, 40)),
             stop=tuple(draw.sample(_STOPS, draw.choice((0, 0, 1, 2)))),
-            leave=draw.randint(1, 12) if draw.random() < self._leaving else None,
+            leave=draw.randint(0, 12) if draw.random() < self._leaving else None,
         )
         if not any(medium.kind == "broken" for medium in media):
             self._asked.append(request)
@@ -203,9 +221,14 @@ class Asking:
         # Some frames of a list are those of others: equal units meet in one medium, and in several.
         return Medium("frames", tuple(self._picture(size) for _ in range(self._draw.randint(1, 6))))
 
+    def _like(self, medium: Medium) -> Medium:
+        """Another medium that is laid as this one is."""
+        pictures = [replace(picture, number=picture.number ^ self._draw.randrange(4)) for picture in medium.pictures]
+        return replace(medium, pictures=tuple(pictures))
+
     def _picture(self, size: tuple[int, int] | None = None) -> Picture:
         if self._draw.random() < 0.3:
-            number = self._draw.randrange(4)
+            number = self._draw.randrange(16)
         else:
             self._new += 1
             number = self._new

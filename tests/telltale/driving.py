@@ -17,6 +17,9 @@ DEADLINE = 60.0
 
 GRACE = 5.0
 
+_SOON = 60
+"""Milliseconds within which a client leaves that does not wait for an event."""
+
 
 class Driver:
     """Asks, several at a time.
@@ -75,6 +78,10 @@ class Driver:
         async with client.stream(
             NAME, content, sampling=request.sampling, timeout=self._deadline, request_id=request.name
         ) as stream:
+            if request.leave == 0:
+                await asyncio.sleep(request.seed % _SOON / 1000)
+                record.end = "left"
+                return
             async for event in stream:
                 record.note(event, self.now)
                 if len(record.events) == request.leave and not isinstance(event, Finished):

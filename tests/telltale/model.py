@@ -86,7 +86,7 @@ class TellingDecoder:
     projects = False
     max_positions = _POSITIONS
 
-    def __init__(self, shape: EntryShape, *, layers: int, heads: int, vocabulary: int, end: int) -> None:
+    def __init__(self, shape: EntryShape, *, layers: int, heads: int, vocabulary: int, end: int, banned: Sequence[int]) -> None:
         self.entry_shape = shape
         self.layers_total = layers
         self.self_layers = 1
@@ -95,6 +95,7 @@ class TellingDecoder:
         self.head_dim = shape.dim
         self.vocab_size = vocabulary
         self.end = end
+        self.banned = banned
 
     def project(self, states: Tensor) -> Tensor:
         raise NotImplementedError("it takes keys and values alone")
@@ -137,7 +138,7 @@ class TellingForward:
             self._compute(one, places, ids[at : at + one.rows], positions_3n[:, at : at + one.rows])
             while at <= following < at + one.rows:
                 before = self._rows[places[: one.start + following - at + 1]].tobytes()
-                scored.append(telling.scores(before, self._half.vocab_size, self._half.end))
+                scored.append(telling.scores(before, self._half.vocab_size, self._half.end, self._half.banned))
                 following = next(asked)
             at += one.rows
         return torch.from_numpy(np.stack(scored) if scored else np.empty((0, self._half.vocab_size), np.float32))
@@ -187,15 +188,16 @@ class TellingModel(Model):
         self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, projects: bool = False
     ) -> DecoderHalf:
         text = self.config.text
-        (end,) = self.prompt().stop_ids
-        half = TellingDecoder(
+        prompt = self.prompt()
+        (end,) = prompt.stop_ids
+        return TellingDecoder(
             self.entry_shape,
             layers=text.num_hidden_layers,
             heads=text.num_attention_heads,
             vocabulary=text.vocab_size,
             end=end,
+            banned=sorted(prompt.banned_ids),
         )
-        return half
 
 
 def decoder_engine(*arguments: Any, pace: float = 0.0, **named: Any) -> DecoderEngine:

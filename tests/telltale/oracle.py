@@ -64,6 +64,8 @@ class Truth:
         refusal: the reason with which the request is refused; the rest is then empty.
         until: when the last frame is shown.
         text: without the stop string.
+        rows: of prompt and answer, as far as they are computed: equal ones may be shared between requests.
+        units: digests of the pixels of each unit, by medium.
     """
 
     refusal: str | None = None
@@ -76,6 +78,8 @@ class Truth:
     reason: str = ""
     stop: str | None = None
     media: tuple[Used, ...] = ()
+    rows: tuple[bytes, ...] = ()
+    units: tuple[tuple[bytes, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class Oracle:
                 timeline.lay_medium(piece.index)
             else:
                 timeline.lay(piece)
-        rows, prompt = b"".join(timeline.rows()), len(timeline.ids)
+        rows, prompt = [*timeline.rows()], len(timeline.ids)
         ids, text, reason, stop = self._answer(request, timeline, rows)
         last = timeline.frames[-1] if timeline.frames else None
         return Truth(
@@ -125,15 +129,17 @@ class Oracle:
             reason=reason,
             stop=stop,
             media=tuple(_used(medium) for medium in looked),
+            rows=tuple(rows),
+            units=tuple(tuple(telling.name(pixels) for pixels in medium.pixels) for medium in looked),
         )
 
-    def _answer(self, request: Request, timeline: _Timeline, rows: bytes) -> tuple[list[int], str, str, str | None]:
+    def _answer(self, request: Request, timeline: _Timeline, rows: list[bytes]) -> tuple[list[int], str, str, str | None]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         ids: list[int] = []
         text = ""
         looks = timeline.looks(timeline.visual)
         while True:
-            token = self._drawn(request, rows, len(ids))
+            token = self._drawn(request, b"".join(rows), len(ids))
             ids.append(token)
             before = len(text)
             text += decoder.decode(self._prompt.token_bytes(token))
@@ -143,11 +149,11 @@ class Oracle:
             if token == self._end or len(ids) == request.max_tokens:
                 text += decoder.decode(b"", final=True)
                 return ids, text, "stop" if token == self._end else "length", None
-            rows += telling.row(token, [timeline.counter] * 3, looks)
+            rows.append(telling.row(token, [timeline.counter] * 3, looks))
             timeline.counter += 1
 
     def _drawn(self, request: Request, rows: bytes, index: int) -> int:
-        scores = telling.scores(rows, self._vocabulary, self._end).astype(np.float64)
+        scores = telling.scores(rows, self._vocabulary, self._end, self._banned).astype(np.float64)
         scores[self._banned] = -np.inf
         if request.temperature:
             # To 32 bits, as the wire has it.

@@ -27,6 +27,9 @@ _STEPS: Final = 256
 _ENDING: Final = 10
 """In 256 places, so many prefer the end of the answer."""
 
+_TEMPTED: Final = 16
+"""And so many, in the end, ids that may never be drawn."""
+
 
 def entry(pixels_chw: npt.NDArray[np.uint8], fingerprint: str, tenant: bytes, shape: Sequence[int]) -> Numbers:
     """(layers, K|V, heads, tokens, dim) of one unit, keys not yet placed.
@@ -39,6 +42,11 @@ def entry(pixels_chw: npt.NDArray[np.uint8], fingerprint: str, tenant: bytes, sh
     digest.update(np.ascontiguousarray(pixels_chw).data.cast("B"))
     made = np.frombuffer(digest.digest(int(np.prod(shape))), np.uint8)
     return made.astype(np.float32).reshape(*shape)
+
+
+def name(pixels_chw: npt.NDArray[np.uint8]) -> bytes:
+    """What tells one unit from another: a digest of its pixels and their size."""
+    return blake3.blake3(f"{pixels_chw.shape}".encode() + pixels_chw.tobytes()).digest()
 
 
 def shift(positions_3t: npt.NDArray[np.int64], dim: int) -> Numbers:
@@ -66,11 +74,13 @@ def row(token: int, positions: Sequence[int], looks: bytes) -> bytes:
     return blake3.blake3(place + looks).digest(ROW_BYTES)
 
 
-def scores(rows: bytes, vocabulary: int, end: int) -> Numbers:
-    """(vocabulary,) logits behind the last of some rows, from 0 to 16; higher for the end of the answer, now and
-    then."""
+def scores(rows: bytes, vocabulary: int, end: int, banned: Sequence[int]) -> Numbers:
+    """(vocabulary,) logits behind the last of some rows, from 0 to 16; higher now and then, for the end of the answer
+    and for what is banned."""
     drawn = np.frombuffer(blake3.blake3(rows).digest(2 * vocabulary + 1), np.uint8)
     made = drawn[1:].view(np.uint16).astype(np.float32) / 4096
     if drawn[0] < _ENDING:
         made[end] = 32.0
+    elif drawn[0] >= 256 - _TEMPTED:
+        made[[*banned]] = 32.0
     return made

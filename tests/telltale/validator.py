@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import blake3
+
 from tests.telltale.history import ENDS, Fault, History, Record, read
 from tests.telltale.oracle import Oracle, Truth
 
@@ -46,10 +48,61 @@ def judge(history: History, oracle: Oracle) -> list[Finding]:
     """Everything that is wrong in a history."""
     names = Counter(record.request.name for record in history.records)
     found = [Finding(name, "twice", f"{count} operations of that name") for name, count in names.items() if count > 1]
-    for record in history.records:
-        truth = oracle.truth(record.request, history.roots[record.request.tenant])
+    truths = [oracle.truth(record.request, history.roots[record.request.tenant]) for record in history.records]
+    for record, truth in zip(history.records, truths, strict=True):
         found += judge_one(record, truth, felt(record, history.faults))
+    if history.told.get("quiet"):
+        found += _unknown(history.records, truths)
     return found
+
+
+def _unknown(records: Sequence[Record], truths: Sequence[Truth]) -> Iterator[Finding]:
+    """What was known of a request and could not be: its tenant had not asked it. Who finds out what others asked, by
+    what is quick, finds it here.
+
+    Only of runs in which nothing is done twice: an answer that gave way finds what it has computed itself.
+    """
+    first: dict[tuple[str, bytes], int] = {}  # by tenant and a digest of all rows up to one: who asked that first,
+    rows: dict[tuple[str, bytes], float] = {}  # and when it was asked again
+    units: Counter[tuple[str, bytes]] = Counter()  # by tenant and unit, in how many media it is
+    chains = [_chain(truth.rows) for truth in truths]
+    order = sorted(range(len(records)), key=lambda place: records[place].begun)
+    for place in order:
+        tenant = records[place].request.tenant
+        for digest in chains[place]:
+            if (tenant, digest) not in first:
+                first[tenant, digest] = place
+            elif (tenant, digest) not in rows:
+                rows[tenant, digest] = records[place].begun
+        units.update((tenant, digest) for medium in truths[place].units for digest in {*medium})
+    for place, (record, truth) in enumerate(zip(records, truths, strict=True)):
+        tenant = record.request.tenant
+        for event in _of(record, "finished"):
+            # One that another had before it, or while it ran.
+            could = sum(
+                first[tenant, one] != place or rows.get((tenant, one), record.ended) < record.ended
+                for one in chains[place]
+            )
+            told = event["usage"]["cached_prompt_tokens"] or 0
+            if told > could:
+                yield Finding(record.request.name, "foreign", f"{told} tokens were known, and {could} could be")
+            for medium, digests in zip(event["usage"]["media"], truth.units, strict=False):
+                seen = Counter(digests)
+                most = sum(n if units[tenant, d] > 1 else n - 1 for d, n in seen.items())
+                if (medium["units_cached"] or 0) > most:
+                    yield Finding(
+                        record.request.name, "foreign", f"{medium['units_cached']} units were known, and {most} could be"
+                    )
+
+
+def _chain(rows: Sequence[bytes]) -> list[bytes]:
+    """A digest of all rows up to each."""
+    digest = blake3.blake3()
+    chain = []
+    for row in rows:
+        digest.update(row)
+        chain.append(digest.digest())
+    return chain
 
 
 def felt(record: Record, faults: Sequence[Fault]) -> frozenset[str]:
