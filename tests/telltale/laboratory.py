@@ -45,6 +45,7 @@ class Laboratory:
     Attributes:
         clients: by tenant.
         roots: of the tenants.
+        servers: of the decoders.
     """
 
     encoders: list[EncoderServicer] = field(default_factory=list)
@@ -52,6 +53,18 @@ class Laboratory:
     routers: list[RouterServicer] = field(default_factory=list)
     clients: dict[str, AsyncClient] = field(default_factory=dict)
     roots: dict[str, bytes] = field(default_factory=dict)
+    servers: list[Server] = field(default_factory=list)
+
+    async def lose_decoder(self, number: int) -> None:
+        """Ends every call of a decoder and takes it off the wire; it comes back at once, as a restart would."""
+        server = self.servers[number]
+        await server.stop()
+        self.servers[number] = await _serve(self.decoders[number], server.target)
+
+    async def stop(self) -> None:
+        """Ends the decoders' servers."""
+        for server in self.servers:
+            await server.stop()
 
     def held(self) -> dict[str, float]:
         """Whatever is not zero of what must be when no request runs."""
@@ -142,11 +155,9 @@ async def laboratory(
                 decoder, name=model.name, family=model.family.name, me=replica(device="cpu", arena_id=region.arena_id)
             )
             made.decoders.append(servicer)
-            server = Server(f"unix:{folder}/decoder-{number}")
-            server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, servicer)
-            await stack.enter_async_context(server)
-            await server.set_ready(True)
-            targets["decoder"].append(server.target)
+            made.servers.append(await _serve(servicer, f"unix:{folder}/decoder-{number}"))
+            targets["decoder"].append(made.servers[-1].target)
+        stack.push_async_callback(made.stop)
         for tenant in TENANTS:
             made.roots[tenant] = tenant_root(secrets.token_bytes(32), LOCAL)
             fleet = StaticFleet(targets["encoder"], targets["decoder"], beat=_BEAT)
@@ -161,6 +172,14 @@ async def laboratory(
             made.clients[tenant] = AsyncClient(server.target, max_retries=0)
             await stack.enter_async_context(made.clients[tenant])
         yield made
+
+
+async def _serve(servicer: DecoderServicer, target: str) -> Server:
+    server = Server(target)
+    server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, servicer)
+    await server.start()
+    await server.set_ready(True)
+    return server
 
 
 def _opened(stack: AsyncExitStack, region: Region) -> Region:
