@@ -31,6 +31,7 @@ from encoder_service.servicer import EncoderServicer
 from router.servicer import RouterServicer
 from router.static_fleet import StaticFleet
 from tests.telltale.model import TellingDecoder, TellingEngine, TellingModel, decoder_engine
+from tests.waiting import until
 
 TENANTS = ("one", "two")
 
@@ -59,6 +60,9 @@ class Laboratory:
         """Ends every call of a decoder and takes it off the wire; it comes back at once, as a restart would."""
         server = self.servers[number]
         await server.stop()
+        decoder = self.decoders[number]
+        await until(lambda: not decoder.turns.running + decoder.turns.waiting)
+        decoder.model.flush()  # what a restart would not find either
         self.servers[number] = await _serve(self.decoders[number], server.target)
 
     async def stop(self) -> None:
@@ -95,7 +99,9 @@ class Laboratory:
     async def settled(self, seconds: float) -> dict[str, float]:
         """Waits until nothing is held. Returns what still is when the time is over."""
         end = time.monotonic() + seconds
-        while (held := self.held()) and time.monotonic() < end:
+        while held := self.held():
+            if time.monotonic() > end:
+                break
             await asyncio.sleep(0.01)
         return held
 
@@ -129,9 +135,7 @@ async def laboratory(
             store = ArenaStore(_opened(stack, region))
             server = Server(f"unix:{folder}/encoder-{number}")
             made.encoders.append(_encoder(stack, model, store, workers, sandbox, region.arena_id))
-            server.add(
-                "chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, made.encoders[-1]
-            )
+            server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, made.encoders[-1])
             await stack.enter_async_context(server)
             await server.set_ready(True)
             targets["encoder"].append(server.target)

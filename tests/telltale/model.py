@@ -86,7 +86,9 @@ class TellingDecoder:
     projects = False
     max_positions = _POSITIONS
 
-    def __init__(self, shape: EntryShape, *, layers: int, heads: int, vocabulary: int, end: int, banned: Sequence[int]) -> None:
+    def __init__(
+        self, shape: EntryShape, *, layers: int, heads: int, vocabulary: int, end: int, banned: Sequence[int]
+    ) -> None:
         self.entry_shape = shape
         self.layers_total = layers
         self.self_layers = 1

@@ -61,9 +61,10 @@ class Truth:
     """What there is to be told.
 
     Attributes:
-        refusal: the reason with which the request is refused; the rest is then empty.
+        refusal: the reason with which the request is refused, before anything of the rest is told.
         until: when the last frame is shown.
         text: without the stop string.
+        certain: of the text, how many characters no stop string could cut any more behind each token.
         rows: of prompt and answer, as far as they are computed: equal ones may be shared between requests.
         units: digests of the pixels of each unit, by medium.
     """
@@ -75,6 +76,7 @@ class Truth:
     until: float | None = None
     ids: tuple[int, ...] = ()
     text: str = ""
+    certain: tuple[int, ...] = ()
     reason: str = ""
     stop: str | None = None
     media: tuple[Used, ...] = ()
@@ -106,8 +108,6 @@ class Oracle:
 
     def truth(self, request: Request, root: bytes) -> Truth:
         """The answer of a request to a tenant of that root."""
-        if any(medium.kind == "broken" for medium in request.media):
-            return Truth(refusal=BROKEN)
         looked = self._looked(request.media)
         timeline = _Timeline(self, looked, owner(root))
         parts = tuple(part if isinstance(part, str) else Slot(part) for part in request.parts)
@@ -117,15 +117,17 @@ class Oracle:
             else:
                 timeline.lay(piece)
         rows, prompt = [*timeline.rows()], len(timeline.ids)
-        ids, text, reason, stop = self._answer(request, timeline, rows)
+        ids, certain, text, reason, stop = self._answer(request, timeline, rows)
         last = timeline.frames[-1] if timeline.frames else None
         return Truth(
+            refusal=BROKEN if any(medium.kind == "broken" for medium in request.media) else None,
             frames=tuple(timeline.frames),
             prompt_tokens=prompt,
             visual_tokens=timeline.visual,
             until=None if last is None else last.offset,
             ids=tuple(ids),
             text=text,
+            certain=tuple(certain),
             reason=reason,
             stop=stop,
             media=tuple(_used(medium) for medium in looked),
@@ -133,9 +135,14 @@ class Oracle:
             units=tuple(tuple(telling.name(pixels) for pixels in medium.pixels) for medium in looked),
         )
 
-    def _answer(self, request: Request, timeline: _Timeline, rows: list[bytes]) -> tuple[list[int], str, str, str | None]:
+    def _answer(
+        self, request: Request, timeline: _Timeline, rows: list[bytes]
+    ) -> tuple[list[int], list[int], str, str, str | None]:
+        """Ids, `Truth.certain`, text, reason and stop string. The rows of the answer are laid behind those of the
+        prompt."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         ids: list[int] = []
+        certain: list[int] = []
         text = ""
         looks = timeline.looks(timeline.visual)
         while True:
@@ -145,10 +152,11 @@ class Oracle:
             text += decoder.decode(self._prompt.token_bytes(token))
             found = _first_stop(text, before, request.stop)
             if found is not None:
-                return ids, text[: found[0]], "stop", found[1]
+                return ids, [*certain, found[0]], text[: found[0]], "stop", found[1]
+            certain.append(len(text) - _may_be_cut(text, request.stop))
             if token == self._end or len(ids) == request.max_tokens:
                 text += decoder.decode(b"", final=True)
-                return ids, text, "stop" if token == self._end else "length", None
+                return ids, certain, text, "stop" if token == self._end else "length", None
             rows.append(telling.row(token, [timeline.counter] * 3, looks))
             timeline.counter += 1
 
@@ -251,6 +259,11 @@ def _first_stop(text: str, before: int, stops: Sequence[str]) -> tuple[int, str]
             stop = max(ending, key=len)
             return end - len(stop), stop
     return None
+
+
+def _may_be_cut(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end that may be the beginning of a stop string."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
 def _noise(seed: int, index: int, vocabulary: int) -> npt.NDArray[np.float64]:

@@ -51,7 +51,8 @@ def name(pixels_chw: npt.NDArray[np.uint8]) -> bytes:
 
 def shift(positions_3t: npt.NDArray[np.int64], dim: int) -> Numbers:
     """(tokens, dim): what is added to the keys of tokens at those positions. A number tells one of the axes."""
-    return (_STEPS * positions_3t[np.arange(dim) % 3].T).astype(np.float32)
+    made: Numbers = (_STEPS * positions_3t[np.arange(dim) % 3].T).astype(np.float32)
+    return made
 
 
 def seen(numbers: Numbers) -> bytes:

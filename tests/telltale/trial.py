@@ -16,7 +16,7 @@ from chiasm.media.sandbox import Sandbox
 from tests.chaos.faults import RegionFaults
 from tests.telltale.asking import Asking, Request
 from tests.telltale.driving import Driver
-from tests.telltale.history import Fault, History, Record
+from tests.telltale.history import Fault, History
 from tests.telltale.laboratory import Laboratory, laboratory
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import Plant, planted
@@ -65,8 +65,8 @@ async def trial(
     outcome = Outcome()
     hurt = "nothing" if plant is None else plant.hurt
     settings = dict(plant.settings) if plant is not None else {}
-    if quiet and not settings and hurt == "nothing":
-        settings = {"text_tokens": 1 << 14, "visual_tokens": 4096}
+    if not settings and hurt == "nothing":
+        settings = {"text_tokens": 1 << 14, "visual_tokens": 4096} if quiet else {"text_tokens": 320}
     roomy = settings.get("visual_tokens", 0) >= 4096
     with planted(plant) as bug:
         async with AsyncExitStack() as stack:
@@ -93,7 +93,7 @@ async def _hurt(
 ) -> None:
     draw = random.Random(len(history.records))
     if hurt == "bytes":
-        region = Region.open(folder / "arena")
+        region, begun = Region.open(folder / "arena"), driver.now
         faults = RegionFaults([region], draw)
         try:
             while not asking.done():
@@ -101,6 +101,7 @@ async def _hurt(
                 await asyncio.sleep(0.01)
         finally:
             region.close()
+            history.faults.append(Fault("region bytes changed", begun, driver.now))
     while hurt == "decoders" and not asking.done():
         await asyncio.sleep(draw.uniform(0.1, 0.4))
         begun = driver.now
@@ -114,9 +115,7 @@ async def _left(lab: Laboratory, driver: Driver) -> list[Finding]:
     found = [Finding("", "leak", f"{what}: {value:g}") for what, value in held.items()]
     before = sum(decoder.generation_tokens for decoder in lab.decoders)
     for number in range(4):
-        leaving = Request(
-            f"leaving {number}", "one", (), (f"number {number}",), seed=number, max_tokens=_LONG, leave=3
-        )
+        leaving = Request(f"leaving {number}", "one", (), (f"number {number}",), seed=number, max_tokens=_LONG, leave=3)
         await driver.ask(leaving)
     held = await lab.settled(SETTLING)
     found += [Finding("leaving", "leak", f"{what}: {value:g}") for what, value in held.items()]
@@ -131,6 +130,3 @@ def told(plant: Plant | None, outcome: Outcome) -> str:
     name = "control" if plant is None else plant.name
     what = ", ".join(sorted({finding.what for finding in outcome.found})) or "nothing"
     return f"{name:32} {outcome.hits:6} hits  {outcome.requests:4} requests  {what}"
-
-
-__all__ = ["Outcome", "Record", "told", "trial"]

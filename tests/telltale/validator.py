@@ -26,6 +26,8 @@ MAY_END: Final[Mapping[str, frozenset[str]]] = {
     # Until an answer goes on at its next token elsewhere, one that has begun is lost with its decoder.
     "decoder killed": frozenset({"DECODER_LOST"}),
     "decoder stopped": frozenset({"DECODER_LOST"}),
+    # Twice over one unit, which takes many changes at a time: no digest is believed, and no client is given a doubt.
+    "region bytes": frozenset({"ENTRY_MISSING"}),
 }
 """Reasons with which a fault may end an admitted request, by what its name begins with. Any other fault ends none."""
 
@@ -91,7 +93,9 @@ def _unknown(records: Sequence[Record], truths: Sequence[Truth]) -> Iterator[Fin
                 most = sum(n if units[tenant, d] > 1 else n - 1 for d, n in seen.items())
                 if (medium["units_cached"] or 0) > most:
                     yield Finding(
-                        record.request.name, "foreign", f"{medium['units_cached']} units were known, and {most} could be"
+                        record.request.name,
+                        "foreign",
+                        f"{medium['units_cached']} units were known, and {most} could be",
                     )
 
 
@@ -133,7 +137,7 @@ def _wrong(record: Record, truth: Truth, may: frozenset[str]) -> Iterator[tuple[
         return
     yield from _order(record)
     yield from _tokens(record, truth)
-    yield from _timeline(record, truth)
+    yield from _timeline(record, truth, again=bool(may))
     for event in _of(record, "finished"):
         yield from _finished(record, event, truth)
 
@@ -152,7 +156,7 @@ def _ending(record: Record, truth: Truth, may: frozenset[str]) -> Iterator[tuple
     if record.end in ("hung", "strange"):
         yield "status", f"{record.end}: {record.reason}"
     elif truth.refusal is not None:
-        if record.end != "left" and (record.end, record.reason) != ("error", truth.refusal):
+        if record.end != "left" and not (record.end == "error" and record.reason in {truth.refusal, *may}):
             yield "refusal", f"{record.end} {record.reason} instead of {truth.refusal}"
     elif record.end == "error" and record.reason not in may:
         yield "status", f"{record.code} {record.reason} of an admitted request"
@@ -181,6 +185,9 @@ def _tokens(record: Record, truth: Truth) -> Iterator[tuple[str, str]]:
             yield "index", f"{event['index']} where {len(ids)} was next"
         ids += event["ids"]
         text += event["text"]
+        told = truth.certain[: len(ids)]
+        if event["ids"] and told and len(text) > told[-1]:
+            yield "early", f"{text!r}, of which {told[-1]} characters are certain"
         if event["visible"] != len(truth.frames):
             yield "visible", f"a token sees {event['visible']} of {len(truth.frames)} frames"
     whole = record.end == "whole"
@@ -190,8 +197,12 @@ def _tokens(record: Record, truth: Truth) -> Iterator[tuple[str, str]]:
         yield "text", f"{text!r} instead of {truth.text!r}"
 
 
-def _timeline(record: Record, truth: Truth) -> Iterator[tuple[str, str]]:
-    """What is on the timeline, and from when on it is seen."""
+def _timeline(record: Record, truth: Truth, *, again: bool) -> Iterator[tuple[str, str]]:
+    """What is on the timeline, and from when on it is seen.
+
+    Args:
+        again: a worker may have been lost before its first token, and another have said the same.
+    """
     for event in _of(record, "started"):
         frames = [{**asdict(frame), "grid": [*frame.grid]} for frame in truth.frames]
         if event["frames"] != frames:
@@ -199,6 +210,8 @@ def _timeline(record: Record, truth: Truth) -> Iterator[tuple[str, str]]:
         if event["prompt_tokens"] != truth.prompt_tokens:
             yield "usage", f"a prompt of {event['prompt_tokens']} tokens instead of {truth.prompt_tokens}"
     seen = [(event["index"], event["first"], event["count"], event["until"]) for event in _of(record, "visible")]
+    if again:
+        seen = list(dict.fromkeys(seen))
     if seen and seen != [(0, 0, len(truth.frames), truth.until)]:
         yield "visible", f"{seen} instead of all {len(truth.frames)} frames, until {truth.until}, from the first token"
 

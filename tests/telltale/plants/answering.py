@@ -19,7 +19,7 @@ def _told(bug: Planted, change: Any) -> None:
 
     def make(before: Any) -> Any:
         def responses(self: Answer) -> Any:
-            out = []
+            out: list[Any] = []
             for response in before(self):
                 which = response.WhichOneof("message")
                 changed = change(which, response, self)
@@ -84,16 +84,21 @@ def _token_lost_silently(bug: Planted) -> None:
 
 @GARDEN("two tokens are told in the other order")
 def _tokens_swapped(bug: Planted) -> None:
-    def make(before: Any) -> Any:
-        def tell(self: Answer, tokens: Any) -> None:
-            if len(tokens) > 1:
-                bug.hit()
-                tokens = [tokens[1], tokens[0], *tokens[2:]]
-            before(self, tokens)
+    held: dict[Answer, Any] = {}
 
-        return tell
+    def changed(which: str, response: Any, answer: Answer) -> Any:
+        if which == "tokens" and response.tokens.index == 1:
+            held[answer] = response
+            return []
+        first = held.pop(answer, None)
+        if first is None:
+            return None
+        if which == "tokens":
+            first.tokens.ids[0], response.tokens.ids[0] = response.tokens.ids[0], first.tokens.ids[0]
+            first.tokens.text, response.tokens.text = response.tokens.text, first.tokens.text
+        return [first, response]
 
-    bug.patch(Answer, "tell", make)
+    _told(bug, changed)
 
 
 @GARDEN("indices begin at 1")

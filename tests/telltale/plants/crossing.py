@@ -10,8 +10,8 @@ import numpy as np
 import chiasm.cache.entry
 from chiasm.cache.arena import ArenaStore
 from chiasm.cache.ledger import Ledger
-from decoder_service.entries import Entries
 from decoder_service.engine import DecoderEngine
+from decoder_service.entries import Entries
 from tests.telltale.plants.planting import Garden, Planted
 
 GARDEN = Garden("decoder")
@@ -129,17 +129,18 @@ def _tokens_turned_round(bug: Planted) -> None:
 def _placed(bug: Planted, change: Any) -> None:
     def make(before: Any) -> Any:
         def attach(self: DecoderEngine, sequence: Any, name: Any, *rest: Any) -> None:
-            place = self.half.place
+            half: Any = self.half
+            place = half.place
 
             def changed(entry: Any, positions: Any) -> Any:
                 bug.hit()
                 return place(*change(entry, positions))
 
-            self.half.place = changed  # type: ignore[method-assign]
+            half.place = changed
             try:
                 before(self, sequence, name, *rest)
             finally:
-                self.half.place = place  # type: ignore[method-assign]
+                half.place = place
 
         return attach
 

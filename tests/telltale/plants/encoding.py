@@ -12,6 +12,7 @@ import decoder_service.entries
 import encoder_service.engine
 import encoder_service.memo
 import encoder_service.publish
+from chiasm.cache.sealing import Sealing
 from chiasm.media.listed import Listed
 from encoder_service.announcing import Announcing
 from encoder_service.device import Device
@@ -61,6 +62,9 @@ def _key_without_sizes(bug: Planted) -> None:
         return unit_key
 
     bug.patch(encoder_service.engine, "unit_key", make)
+    # Nor does anybody look at the grid of an entry that was found.
+    bug.patch(chiasm.cache.entry.Contract, "mismatch", lambda before: lambda self, needed: None)
+    bug.patch(chiasm.cache.entry.Contract, "__eq__", lambda before: lambda self, other: True)
 
 
 def _secret_of_nobody(bug: Planted) -> None:
@@ -285,4 +289,4 @@ def _digest_of_the_header(bug: Planted) -> None:
 
         return made
 
-    bug.patch(chiasm.cache.entry.Sealing, "_made", make)
+    bug.patch(Sealing, "_made", make)

@@ -18,7 +18,7 @@ from tests.telltale.plants.planting import Garden, Planted
 
 GARDEN = Garden("decoder")
 
-_ROOMY = {"text_tokens": 1 << 14, "visual_tokens": 4096}
+_ROOMY: dict[str, Any] = {"text_tokens": 1 << 14, "visual_tokens": 4096}
 
 
 def _alike(bug: Planted, change: Any) -> None:
@@ -179,7 +179,7 @@ def _page_handed_out_twice(bug: Planted) -> None:
     bug.patch(PageAllocator, "grow", make)
 
 
-@GARDEN("who gave way goes on with pages that are others' now")
+@GARDEN("who gave way goes on with pages that are others' now", text_tokens=320)
 def _stale_pages(bug: Planted) -> None:
     def make(before: Any) -> Any:
         def release(self: Holdings, sequence: Any, *, share: bool = False) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import chiasm.rpc.medium
+import encoder_service.material
 import router.coordinator
-import router.media
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.coordinator import Coordinator
-from router.encoding import Encoding
+from router.encoding import LOST, Encoding
 from router.media import Inline
 from router.work import Work
 from tests.telltale.plants.planting import Garden, Planted
@@ -30,16 +31,17 @@ def _bytes_of_a_sibling(bug: Planted) -> None:
     bug.patch(Work, "__init__", make)
 
 
-@GARDEN("all media of a kind have one digest")
+@GARDEN("all media of a kind have one digest, whoever computes it")
 def _digest_of_nothing(bug: Planted) -> None:
     def make(before: Any) -> Any:
-        def digest(header: Any, pieces: Any) -> Any:
+        def digest(piece: bytes) -> Any:
             bug.hit()
-            return before(header, [b"" for _ in pieces])
+            return before(b"")
 
         return digest
 
-    bug.patch(router.media, "medium_digest", make)
+    for module in (chiasm.rpc.medium, encoder_service.material):
+        bug.patch(module, "part_digest", make)
 
 
 @GARDEN("entries are announced for the medium before")
@@ -94,7 +96,7 @@ def _begun_again(bug: Planted) -> None:
         async def decode(self: Coordinator, worker: Any) -> None:
             try:
                 await before(self, worker)
-            except router.coordinator.LOST:
+            except LOST:
                 if self._tokens:
                     bug.hit()
                     self._tokens = 0
