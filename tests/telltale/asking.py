@@ -136,23 +136,7 @@ class Request:
 
 
 _SIZES = ((64, 64), (64, 96), (96, 64), (70, 90), (128, 64))
-_WORDS = [
-    "what",
-    "which",
-    "digit",
-    "seconds",
-    "shows",
-    "frame",
-    "and",
-    "then",
-    "is",
-    "at",
-    "the",
-    "of",
-    "first",
-    "last",
-    "before",
-]
+_WORDS = ("what", "which", "digit", "seconds", "shows", "frame", "and", "then", "is", "at", "the", "of", "first")
 _STOPS = ("e", "1", "th", "\n", " say")
 
 

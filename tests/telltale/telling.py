@@ -79,7 +79,8 @@ def scores(rows: bytes, vocabulary: int, end: int, banned: Sequence[int]) -> Num
     """(vocabulary,) logits behind the last of some rows, from 0 to 16; higher now and then, for the end of the answer
     and for what is banned."""
     drawn = np.frombuffer(blake3.blake3(rows).digest(2 * vocabulary + 1), np.uint8)
-    made = drawn[1:].view(np.uint16).astype(np.float32) / 4096
+    made = drawn[1:].view(np.uint16).astype(np.float32)
+    made /= 4096
     if drawn[0] < _ENDING:
         made[end] = 32.0
     elif drawn[0] >= 256 - _TEMPTED:
