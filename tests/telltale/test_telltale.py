@@ -28,10 +28,7 @@ from tests.telltale.validator import judge, judge_one
 
 SLICE = (
     "truncated-key",
-    "key-without-tenant",
-    "memo-of-another-file",
     "digest-not-compared",
-    "attached-elsewhere",
     "page-of-another-prompt",
     "visible-one-less",
     "seed-index-ignored",
@@ -55,7 +52,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("quiet", [True, False], ids=["roomy", "tight"])
 async def test_nothing_is_found_where_nothing_is_wrong(sandbox: Sandbox, oracle: Oracle, quiet: bool) -> None:
-    outcome = await trial(None, sandbox, oracle, seed=11, most=60, quiet=quiet)
+    outcome = await trial(None, sandbox, oracle, seed=11, most=30, quiet=quiet)
     assert not outcome.found, outcome.found
 
 
@@ -73,7 +70,7 @@ async def seen(sandbox: Sandbox) -> History:
         async with laboratory(Path(folder), sandbox) as lab:
             history = History(lab.roots)
             driver = Driver(lab.clients, history.records.append)
-            await driver.ask_all(itertools.islice(Asking(5), 40), at_a_time=6)
+            await driver.ask_all(itertools.islice(Asking(5), 24), at_a_time=6)
     return history
 
 
