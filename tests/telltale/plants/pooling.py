@@ -9,7 +9,6 @@ import encoder_service.engine
 from chiasm.attention.pages import ExtentAllocator, PageAllocator
 from chiasm.timeline import Timeline
 from decoder_service.branch import Branch
-from decoder_service.holdings import Holdings
 from decoder_service.laid import UnitPlace
 from decoder_service.prefix import Chain
 from decoder_service.sequence import DecodeSequence
@@ -177,22 +176,6 @@ def _page_handed_out_twice(bug: Planted) -> None:
         return grow
 
     bug.patch(PageAllocator, "grow", make)
-
-
-@GARDEN("who gave way goes on with pages that are others' now", text_tokens=320)
-def _stale_pages(bug: Planted) -> None:
-    def make(before: Any) -> Any:
-        def release(self: Holdings, sequence: Any, *, share: bool = False) -> None:
-            computed, pages = sequence.computed, [*sequence.pages]
-            before(self, sequence, share=share)
-            if not share and computed:  # it has given way, and comes again
-                bug.hit()
-                sequence.computed = computed // self.pages.page_size * self.pages.page_size
-                sequence.pages[:] = pages[: sequence.computed // self.pages.page_size]
-
-        return release
-
-    bug.patch(Holdings, "release", make)
 
 
 @GARDEN("rows see a visual token less")

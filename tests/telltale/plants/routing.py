@@ -74,20 +74,6 @@ def _sized_for_a_sibling(bug: Planted) -> None:
     bug.patch(Coordinator, "_sized_at", make)
 
 
-@GARDEN("a decoder's entries of an earlier try are not told again", hurt="decoders", pace=0.02)
-def _announcements_forgotten(bug: Planted) -> None:
-    def make(before: Any) -> Any:
-        def on_ready(self: Coordinator, encoding: Encoding, ready: Any) -> None:
-            if self._attempt > 1 and ready in encoding.announced.values():
-                bug.hit()
-                return
-            before(self, encoding, ready)
-
-        return on_ready
-
-    bug.patch(Coordinator, "on_ready", make)
-
-
 @GARDEN("an answer that has begun is begun again elsewhere", hurt="decoders", pace=0.02)
 def _begun_again(bug: Planted) -> None:
     """The tokens that are out are forgotten."""
