@@ -140,14 +140,16 @@ class Hosted:
         return self.report()
 
     def leave(self) -> None:
-        """Kills the process if it still runs, and removes regions of this machine that nobody has open any more: the
-        last worker of a node takes its region with it."""
+        """Kills the process if it still runs, removes regions of this machine that nobody has open any more (the last
+        worker of a node takes its region with it), and ends the actor. Whoever calls it hears that the actor is gone.
+        """
         if self._process is not None:
             self._kill(self._process)
             self._process.wait()
         with suppress(OSError):
             sweep(self._arenas)
             self._arenas.rmdir()  # not while another node's is there
+        ray.actor.exit_actor()
 
     def _hear(self, process: subprocess.Popen[bytes], said: dict[str, Any]) -> None:
         """Passes the process's log on to that of the actor, and remembers what it says of itself."""

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -41,6 +42,7 @@ class Controller:
         self._plan = plan
         self._waits: dict[str, float] = {}
         self._stop = False
+        self._address = ""
         self._changed = asyncio.Event()
         self._pools: list[WorkerPool] = []
 
@@ -69,11 +71,19 @@ class Controller:
                 await asyncio.wait([connecting, hearing], return_when=asyncio.FIRST_COMPLETED)
                 if connecting.done():
                     await connecting
+                    self._address = address
+                    self._take_signals(hearing)
                     _log.info("connected", extra={"ray": address})
                     return True
                 return False
             await asyncio.sleep(0.1)
         return False
+
+    @staticmethod
+    def _take_signals(hearing: asyncio.Task[None]) -> None:
+        """Ends it as the end of its input does. Ray has put handlers of its own there, which print where it was."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, hearing.cancel)
 
     async def _serve(self, actors: Actors, hearing: asyncio.Task[None]) -> None:
         from router.ray_controller_pool import WorkerPool
@@ -88,6 +98,8 @@ class Controller:
                 await actors.kill(actor)
         self._pools = pools
         while not hearing.done():
+            if self._plan.where() != self._address:
+                raise ConnectionResetError("Ray is elsewhere now")  # the next one finds it
             for pool in pools:
                 pool.move(self._waits)
             await asyncio.wait([hearing], timeout=self._plan.beat)

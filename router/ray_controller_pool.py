@@ -203,10 +203,8 @@ class WorkerPool:
             if state == "ready" and worker.state != "ready":
                 worker.ready_since = worker.said = time.monotonic()
             worker.state, worker.target = state, target
-            _log.info(
-                state,
-                extra={"worker": str(worker.name), "target": target, "node": report["node"], "pid": report["pid"]},
-            )
+            where = {"target": target, "node": report["node"], "pid": report["pid"]}
+            _log.info(state, extra={"worker": str(worker.name), "pool": self._label, **where})
             self._changed()
 
     async def _ask(self, worker: Worker, target: str) -> None:
@@ -261,9 +259,11 @@ class WorkerPool:
                     await asyncio.sleep(0.05)
                     report = await self._actors.ask(worker.actor, "report", seconds=self._plan.silence)
             await self._actors.ask(worker.actor, "leave", seconds=self._plan.silence)
+        except Gone:
+            pass  # as it should be; and it needed no control store for that
         except Unheard as error:
             _log.warning("did not drain", extra={"worker": str(worker.name), "error": type(error).__name__})
-        await self._actors.kill(worker.actor)
+            await self._actors.kill(worker.actor)
         if self._workers.pop(str(worker.name), None) is not None and worker.watching is not None:
             worker.watching.cancel()
         _log.info("removed", extra={"worker": str(worker.name)})

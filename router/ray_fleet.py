@@ -129,6 +129,7 @@ class Controlled:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **ray_plan.environment(self._plan.auth)},
             limit=LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for the router, which ends it
         )
         self._process = process
         _log.info("controller started", extra={"pid": process.pid})

@@ -32,8 +32,6 @@ class HeadSettings(Settings):
 
     address_file: Path = Field(description="where HOST:PORT is written when Ray is there")
     folder: Path = Field(description="for Ray's logs and sockets; a short path")
-    listen: str = Field(default="", description="has no meaning here")
-    http: str = Field(default="none", description="has no meaning here")
     log_format: Literal["text", "json"] = Field(default="text", description="how lines on standard error are written")
     supervised: bool = Field(default=False, description="end when standard input ends")
 

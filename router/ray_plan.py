@@ -52,15 +52,15 @@ class Pool(_Model):
     """
 
     role: Role
-    least: int = Field(1, ge=0, le=1024)
-    most: int = Field(1, ge=1, le=1024)
+    least: int = Field(default=1, ge=0, le=1024)
+    most: int = Field(default=1, ge=1, le=1024)
     resources: dict[str, float] = Field(default_factory=dict)
     labels: dict[str, str] = Field(default_factory=dict)
     flags: dict[str, str]
     environment: dict[str, str] = Field(default_factory=dict)
-    scale_patience: float = Field(1.0, ge=0)
-    scale_settle: float = Field(10.0, ge=0)
-    scale_calm: float = Field(120.0, ge=0)
+    scale_patience: float = Field(default=1.0, ge=0)
+    scale_settle: float = Field(default=10.0, ge=0)
+    scale_calm: float = Field(default=120.0, ge=0)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -108,17 +108,17 @@ class Plan(_Model):
     """
 
     address: str = Field(min_length=1)
-    fleet: str = Field("fleet", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    fleet: str = Field(default="fleet", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     host: str = "127.0.0.1"
     auth: Literal["token", "disabled"] = "token"
     arenas: str = "/dev/shm/chiasm-ray"
     arena_bytes: ByteSize = ByteSize(1 << 30)
     pools: tuple[Pool, ...] = Field(min_length=1)
-    beat: float = Field(1.0, gt=0, le=60)
-    silence: float = Field(15.0, gt=0, le=3600)
-    first_delay: float = Field(0.2, ge=0)
-    longest_delay: float = Field(30.0, ge=0)
-    steady: float = Field(30.0, ge=0)
+    beat: float = Field(default=1.0, gt=0, le=60)
+    silence: float = Field(default=15.0, gt=0, le=3600)
+    first_delay: float = Field(default=0.2, ge=0)
+    longest_delay: float = Field(default=30.0, ge=0)
+    steady: float = Field(default=30.0, ge=0)
 
     @model_validator(mode="after")
     def _told_apart(self) -> Self:
