@@ -156,9 +156,9 @@ class Fleet:
         """The workers that became ready and did not go, by name, with where they are."""
         ready: dict[str, dict[str, Any]] = {}
         for line in self.router.events():
-            if line["event"] == "ready" and str(line.get("pool", "")).startswith(role):
+            if line["event"] == "worker ready" and str(line.get("pool", "")).startswith(role):
                 ready[line["worker"]] = line
-            elif line["event"] in ("died", "removed", "draining", "resting"):
+            elif line["event"] in ("died", "removed", "worker draining", "worker resting"):
                 ready.pop(line.get("worker", ""), None)
         return ready
 
