@@ -182,7 +182,7 @@ def fleet(kind: type[F], address: str, folder: Path, pools: Sequence[Mapping[str
     made = kind(address, folder, pools, flags)
     made.router.start()
     try:
-        made.router.wait_for("ready", seconds=90)
+        made.router.wait_for("ready", seconds=150)
         yield made
     finally:
         made.router.end()
