@@ -150,6 +150,7 @@ async def laboratory(
                 engine,
                 model.prompt(),
                 fingerprint=model.checkpoint.fingerprint,
+                text_fingerprint=model.checkpoint.text_fingerprint,
                 store=store,
                 workers_secret=workers,
                 max_rows=max_rows,
