@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from chiasm.settings import RoleSettings, Targets
 
@@ -12,8 +13,12 @@ from chiasm.settings import RoleSettings, Targets
 class RouterSettings(RoleSettings):
     """The router: takes requests, brings encoders and decoders together, tells the client what they answer."""
 
-    encoders: Targets = Field(min_length=1, description="the encoders, parted by commas; dns:///NAME:PORT is all of it")
-    decoders: Targets = Field(min_length=1, description="the decoders, likewise")
+    encoders: Targets = Field((), description="the encoders, parted by commas; dns:///NAME:PORT is all of it")
+    decoders: Targets = Field((), description="the decoders, likewise")
+    ray_plan: Path | None = Field(
+        None, description="instead of both: a file that says which workers Ray is to place (docs/operations.md)"
+    )
+    ray_keep: bool = Field(False, description="leave those workers when it ends, for the router that comes after")
     tenants_secret_file: Path = Field(description="64 hex digits from which tenants' keys are derived, mode 0600")
     patience: float = Field(30.0, ge=0, le=3600, description="seconds a request waits for a worker to come back")
     max_seconds: float = Field(3600.0, gt=0, le=86_400, description="seconds of one request at most")
@@ -22,3 +27,13 @@ class RouterSettings(RoleSettings):
     )
     upload_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0, description="bytes of uploads that are kept at a time")
     upload_ttl: float = Field(600.0, gt=0, le=3600, description="seconds that an upload is kept after its last use")
+
+    @model_validator(mode="after")
+    def _knows_its_workers(self) -> Self:
+        named = [name for name in ("encoders", "decoders") if getattr(self, name)]
+        if self.ray_plan is not None and named:
+            raise ValueError(f"{' and '.join(named)} are found by ray_plan: say one or the other")
+        if self.ray_plan is None and len(named) < 2:
+            missing = " and ".join(name for name in ("encoders", "decoders") if name not in named)
+            raise ValueError(f"{missing} missing: say where they are, or ray_plan, which has them placed")
+        return self
