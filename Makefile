@@ -54,7 +54,7 @@ fuzz: $(VENV)/.dev  ## Runs what the tests run a slice of, MINUTES (30) each: ti
 chaos: $(VENV)/.dev  ## Hurts running systems of processes for MINUTES (30), with the digits as judge; SEED (0).
 	$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
-check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
+check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands, what deploys.
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -64,6 +64,7 @@ check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README
 	$(VENV)/bin/buf breaking --against proto/baseline.binpb
 	$(PY) -m tools.check_proto
 	$(PY) -m tools.check_readme
+	$(PY) -m tools.check_deploy
 
 proto: $(VENV)/.dev  ## Regenerates chiasm/rpc/v1 from proto/.
 	$(VENV)/bin/buf format --write

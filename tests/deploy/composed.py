@@ -1,5 +1,5 @@
-"""The services of docker-compose.yml as processes of this machine: the command lines, variables and secrets that Compose
-would give them, with hosts, ports and folders of the test. What is put in their place is all said here.
+"""The services of docker-compose.yml as processes of this machine: the command lines, variables and secrets that
+Compose would give them, with hosts, ports and folders of the test. What is put in their place is all said here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Composed:
     def wait(self, name: str, *, seconds: float = 120, instead: dict[str, str] | None = None) -> None:
         end = time.monotonic() + seconds
         while not self.well(name, instead=instead):
-            assert self._processes[name].poll() is None and time.monotonic() < end, self.told()
+            assert self._all_run() and time.monotonic() < end, self.told()
             time.sleep(0.2)
 
     def event(self, name: str, event: str, *, seconds: float = 120) -> dict[str, Any]:
@@ -104,8 +104,18 @@ class Composed:
                     said = json.loads(line)
                     if isinstance(said, dict) and said.get("event") == event and "worker" not in said:
                         return said
-            assert self._processes[name].poll() is None and time.monotonic() < end, self.told()
+            assert self._all_run() and time.monotonic() < end, self.told()
             time.sleep(0.05)
+
+    def says(self, name: str, what: str, *, seconds: float = 120) -> None:
+        """Returns when the log of a service has something in it."""
+        end = time.monotonic() + seconds
+        while what not in self.log(name).read_text("utf-8"):
+            assert self._all_run() and time.monotonic() < end, self.told()
+            time.sleep(0.05)
+
+    def _all_run(self) -> bool:
+        return all(process.poll() is None for process in self._processes.values())
 
     def told(self) -> str:
         """The ends of all logs."""

@@ -1,1 +1,1 @@
-"""Whether what deploys Chiasm is true of Chiasm: docker-compose.yml, deploy/ and the program agree. No engine, no cluster."""
+"""Whether what deploys Chiasm is true of Chiasm: docker-compose.yml, deploy/ and the program agree."""

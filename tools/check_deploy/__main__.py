@@ -124,7 +124,9 @@ def _ray_cluster_faults(cluster: dict[str, Any]) -> Iterator[str]:
 
 def _pod_faults(template: dict[str, Any], names: set[tuple[str, str]]) -> Iterator[str]:
     spec = template["spec"]
-    yield from _invalid({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "of", **template["metadata"]}, "spec": spec})
+    yield from _invalid(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "of", **template["metadata"]}, "spec": spec}
+    )
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
     for volume in spec.get("volumes", []):
         if "configMap" in volume and ("ConfigMap", volume["configMap"]["name"]) not in names:

@@ -101,7 +101,7 @@ def _fault_of_script(script: Path, arguments: list[str]) -> str | None:
 
 
 def _parsed(command: Any, name: str, arguments: list[str]) -> str | None:
-    """Has click parse a command line down to its last verb. Typer brings a click of its own, so neither is named here."""
+    """Has click parse a command line down to its last verb. Typer brings a click of its own: neither is named."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             context = command.make_context(name, list(arguments))
