@@ -121,6 +121,7 @@ async def full_decoder(waiting: int, units: int) -> AsyncIterator[DecoderModel]:
         engine,
         model.prompt(),
         fingerprint=model.checkpoint.fingerprint,
+        text_fingerprint=model.checkpoint.text_fingerprint,
         store=MemoryStore(1),
         workers_secret=bytes(32),
     )

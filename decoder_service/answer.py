@@ -6,8 +6,10 @@ steps.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -16,14 +18,14 @@ from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import LaidUnit
-from decoder_service.detokenizer import Detokenizer, NamesControl
 from decoder_service.drawer import Drawer
 from decoder_service.model import DecoderModel
 from decoder_service.options import Options
+from decoder_service.prefix import prompt_digest
 from decoder_service.sampler import Drawn
 from decoder_service.seats import Outcome
 from decoder_service.sequence import DecodeSequence
-from decoder_service.stops import StopStrings
+from decoder_service.wording import Wording
 
 
 class Answer:
@@ -31,10 +33,10 @@ class Answer:
 
     Args:
         number: of the sequence among those of its request.
+        emitted: its first tokens, where an earlier attempt has told them.
 
     Attributes:
         stops: tokens behind which nothing is drawn before something is appended.
-        told: tokens so far.
         finished: all was told.
     """
 
@@ -46,12 +48,14 @@ class Answer:
         sequence: DecodeSequence,
         *,
         number: int = 0,
+        emitted: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._open = opened
         self._options = options
         self._sequence = sequence
         self._number = number
+        self._emitted = emitted  # that is not laid yet
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
         own: frozenset[int] = frozenset() if options.ignore_eos or self._live else model.prompt.stop_ids
         self._stop_ids = own | options.stop_ids
@@ -64,14 +68,10 @@ class Answer:
             banned=model.prompt.banned_ids | options.banned_ids,
             stops=self._stop_ids,
         )
-        self._control = {} if options.skip_special_tokens else _control_bytes(model)
-        self._detokenizer = Detokenizer()
-        self._strings = StopStrings(options.stop)
+        self._wording = Wording(model, options, self._stop_ids)
         self._out: list[dpb.DecodeResponse] = []
         self._prompt_rows = 0
         self._spared = 0  # of those, when the first token was drawn
-        self._limit = 0  # tokens of the answer at most
-        self.told = 0
         self._seen: tuple[int, int] | None = None  # (first, count) of units, as the caller was last told
         self._closed = False
         self._silent = False
@@ -102,18 +102,28 @@ class Answer:
         return not self.finished and (not self._silent if self._live else self._closed)
 
     @property
+    def told(self) -> int:
+        """Tokens so far."""
+        return self._wording.count
+
+    @property
     def begun(self) -> bool:
-        """There was a first token."""
-        return self.told > 0
+        """There was a first token here, or none will come."""
+        return self._first > 0 or self.finished
+
+    @property
+    def resumes(self) -> bool:
+        """What was told of it before is still to be laid."""
+        return bool(self._emitted)
 
     @property
     def room(self) -> int:
         """Tokens that may be drawn behind those that were told."""
-        return min(self._limit - self.told, self._model.context_limit - self._sequence.timeline.counter)
+        return min(self._wording.limit - self.told, self._model.context_limit - self._sequence.timeline.counter)
 
     def admit(self, room: int, *, queued: float) -> None:
         """There is room for so many tokens; it was waited for `queued` seconds."""
-        self._limit = room
+        self._wording.limit = room
         self._prompt_rows = len(self._sequence.timeline)
         self._queued = queued
         self._begun = time.monotonic()
@@ -133,16 +143,31 @@ class Answer:
             assert isinstance(token, Drawn), "the sampler draws it"
             if self.finished:
                 return
-            if not self.told:
+            if not self._first:
                 self._first = time.monotonic()
-                self._begin(token.row)
+                if not self.told:
+                    self._begin(token.row)
+                self._spared = min(self._sequence.spared, self._prompt_rows)
             self._tell_visible()
             self._add(token)
 
+    async def resume(self) -> None:
+        """Lays what an earlier attempt has told behind the prompt, which is whole, and goes on where that stopped.
+        None of it is told again; that the answer had ended with it is.
+
+        Raises as `Wording.replay`.
+        """
+        ids, self._emitted = self._emitted, ()
+        row, position = len(self._sequence.timeline), self._sequence.timeline.counter
+        self._begin(row)
+        self.drawer.lay(ids)
+        replay = partial(self._wording.replay, ids, position, self.drawer.guide, number=self._number)
+        reason = await asyncio.to_thread(replay)  # a long one takes a while
+        if reason is not None:
+            self._finish(reason)
+
     def _add(self, token: Drawn) -> None:
-        self.told += 1
-        text = self._detokenizer.push(self._control.get(token) or self._model.token_bytes(token))
-        told = self._strings.push(text, may_end=self._may_end)
+        told = self._wording.push(token)
         self._tell(
             tokens=pb.Tokens(
                 sequence=self._number,
@@ -156,15 +181,8 @@ class Answer:
         if self._live and token == self._model.silence_id:
             self._silent = True
             self._tell(silence=pb.Silence(sequence=self._number, attempt=self._open.attempt, index=self.told - 1))
-        if self._strings.found is not None or token in self._stop_ids or token.ends:
-            self._finish(pb.FINISH_REASON_STOP)
-        elif self.told == self._limit or token.position + 1 >= self._model.context_limit:
-            self._finish(pb.FINISH_REASON_LENGTH)
-
-    @property
-    def _may_end(self) -> bool:
-        """The answer may end by itself with the last token: there were `min_tokens` before it."""
-        return self.told > self._options.min_tokens
+        if (reason := self._wording.end(token, token.position, last=token.ends)) is not None:
+            self._finish(reason)
 
     def responses(self) -> list[dpb.DecodeResponse]:
         """What there is to tell since the last time."""
@@ -177,7 +195,6 @@ class Answer:
     def _begin(self, row: int) -> None:
         timeline = self._sequence.timeline
         self._prompt_rows = row  # a medium that ended early has left fewer than were admitted
-        self._spared = min(self._sequence.spared, self._prompt_rows)
         if self._number:
             return  # the first sequence has told what they share
         frames = [self._frame(unit) for unit in timeline.units]
@@ -188,6 +205,7 @@ class Answer:
                 frames=frames,
                 prompt_tokens=self._prompt_rows,
                 prompt_visible=visible[: self._prompt_rows],
+                prompt_digest=prompt_digest(timeline, self._prompt_rows),
             )
         )
 
@@ -235,15 +253,15 @@ class Answer:
     def _finish(self, reason: pb.FinishReason.ValueType) -> None:
         self.finished = True
         self._ended = time.monotonic()
-        text = self._strings.finish(self._detokenizer.finish(), may_end=self._may_end)
-        if self._strings.found is not None and reason == pb.FINISH_REASON_LENGTH:
+        text, found = self._wording.finish()
+        if found is not None and reason == pb.FINISH_REASON_LENGTH:
             reason = pb.FINISH_REASON_STOP
         self._tell(
             finished=pb.Finished(
                 sequence=self._number,
                 attempt=self._open.attempt,
                 reason=reason,
-                stop=self._strings.found or "",
+                stop=found or "",
                 text=text.encode("utf-8"),
                 tokens=self.told,
             )
@@ -266,14 +284,6 @@ class Answer:
             prefill=to_duration(first - (self._begun or first)),
             decode=to_duration(self._ended - first),
         )
-
-
-def _control_bytes(model: DecoderModel) -> dict[int, bytes]:
-    """The names of control tokens, by id. Raises Unsupported for a family that tells none."""
-    if not isinstance(model.prompt, NamesControl):
-        name = "skip_special_tokens"
-        raise Unsupported("FEATURE_DISABLED", f"sampling.{name} is not served by this model", facts={"field": name})
-    return {token: name.encode() for name, token in model.prompt.control.items()}
 
 
 def _told_logprobs(token: Drawn) -> list[pb.TokenLogprobs]:

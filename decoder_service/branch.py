@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.ahead import ended
@@ -26,6 +26,7 @@ class Branch:
         wake: called when there is something to tell or to advance.
         ahead: tokens that may be drawn before the last ones were told.
         number: of the sequence among those of its call.
+        emitted: its first tokens, where an earlier attempt has told them.
 
     Attributes:
         changed: something was laid or announced, so that more may be computed.
@@ -42,9 +43,11 @@ class Branch:
         wake: Callable[[], None],
         ahead: int,
         number: int = 0,
+        emitted: Sequence[int] = (),
     ) -> None:
         self.sequence = sequence
-        self.answer = Answer(model, opened, options, sequence, number=number)
+        sequence.coming = len(emitted)
+        self.answer = Answer(model, opened, options, sequence, number=number, emitted=emitted)
         self.seat = model.seat(
             sequence,
             self.answer.drawer,
@@ -122,6 +125,12 @@ class Branch:
                 self.changed = True
                 seat.wake()
                 return told
+            if self.answer.resumes and self.answer.may_draw and self.sequence.laid_whole:
+                await self.answer.resume()
+                if told := self.answer.responses():
+                    self.changed = True
+                    seat.wake()
+                    return told
             responses = await self.units.attach()
             if self._runs:
                 self._want()

@@ -20,11 +20,13 @@ from chiasm.timeline import unit_name
 from decoder_service import convert
 from decoder_service.ahead import Bell, ahead, ended
 from decoder_service.branch import Branch
+from decoder_service.emitted import goes_on, read_emitted
 from decoder_service.entries import Entries
 from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
 from decoder_service.growth import Growth, broken_order
 from decoder_service.model import DecoderModel
 from decoder_service.options import read_options
+from decoder_service.prefix import prompt_digest
 from decoder_service.sequence import DecodeSequence
 
 UNREAD = 64
@@ -47,6 +49,7 @@ class Decoding:
         if self._live and self._options.n > 1:
             raise Unsupported("FEATURE_DISABLED", "n is not served while a timeline grows", facts={"field": "n"})
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
+        self._emitted = read_emitted(opened, self._options, model)
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
         self._inbox: Inbox = deque()
@@ -71,6 +74,7 @@ class Decoding:
             wake=self._arrived.ring,
             ahead=UNREAD // 2,
             number=number,
+            emitted=self._emitted.get(number, ()),
         )
 
     def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
@@ -203,6 +207,8 @@ class Decoding:
         """Nothing goes on without the caller."""
         if not self._room and not self._all_sized():
             return True
+        if self._first.answer.begun and len(self._branches) < self._options.n:
+            return False  # the others begin now
         return not any(branch.waits or not (branch.still or branch.answer.finished) for branch in self._branches)
 
     # -- what comes in ---------------------------------------------------------------------------------------------
@@ -290,6 +296,9 @@ class Decoding:
             raise await asyncio.to_thread(self._parts().too_long, model.limits, asked)
         # What no pool can ever hold is refused by the model, which knows the numbers.
         self._room = model.limits.room(needs, asked) or asked or 1
+        for number, ids in self._emitted.items():
+            if len(ids) > self._room:
+                raise goes_on(number, len(ids), self._room, "for which there is room")
         model.check_fits(text=needs.rows + (1 if self._live else self._room), visual=needs.visual)
         self._first.enter(self._room)
 
@@ -301,7 +310,9 @@ class Decoding:
         names = self._sequence.attached_units()
         self._entries.excuse(names)
         held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in names]
-        return _admitted(self._needs(), self._room, self._model.context_limit, held=held)
+        needs = self._needs()
+        digest = prompt_digest(self._sequence.timeline, needs.rows)
+        return _admitted(needs, self._room, self._model.context_limit, held=held, digest=digest)
 
     async def _told_estimate(self) -> dpb.DecodeResponse:
         """What the prompt needs, how much room it leaves, and what would make it fit if it leaves none."""
@@ -323,7 +334,12 @@ class Decoding:
 
 
 def _admitted(
-    needs: Needs, room: int, context_limit: int, fits_with: str = "", held: Iterable[pb.UnitRef] = ()
+    needs: Needs,
+    room: int,
+    context_limit: int,
+    fits_with: str = "",
+    held: Iterable[pb.UnitRef] = (),
+    digest: bytes = b"",
 ) -> dpb.DecodeResponse:
     admitted = dpb.DecodeAdmitted(
         prompt_tokens=needs.rows,
@@ -332,6 +348,7 @@ def _admitted(
         context_limit=context_limit,
         fits_with=fits_with,
         held=held,
+        prompt_digest=digest,
     )
     return dpb.DecodeResponse(admitted=admitted)
 

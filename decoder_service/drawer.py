@@ -6,7 +6,7 @@ It knows no text and nobody who listens; what a token means for the answer is fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Drawer:
         self._banned_early = _ids([*banned, *stops]) if options.min_tokens else self._banned
         self._history = Seen()
         self._read = 0  # rows of the timeline that were seen
+        self._elsewhere: Sequence[int] = ()  # drawn and laid, and not noted yet
 
     def next(self) -> Draw:
         """How the next token is drawn."""
@@ -75,12 +76,24 @@ class Drawer:
             self._history.add(token)
         self.drawn += 1
 
+    def lay(self, ids: Sequence[int]) -> None:
+        """Lays tokens that were drawn elsewhere. The next one is drawn as if they had been drawn here. Comes before the
+        first draw."""
+        assert not self.drawn, "an answer is gone on with from its beginning"
+        self._sequence.timeline.append_text(ids)
+        self._sequence.coming = 0
+        self._elsewhere = ids
+        self.drawn = len(ids)
+
     def _read_rows(self) -> None:
-        """Notes the rows that others laid since the last token: they count as prompt."""
+        """Notes the rows that others laid since the last token: they count as prompt, but for those of an answer that
+        was begun elsewhere."""
         laid = len(self._sequence.timeline)
         if laid > self._read and self._options.drawing.penalised:
             self._history.read(self._sequence.timeline.ids(self._read, laid))
-        self._read = laid
+            for token in self._elsewhere:
+                self._history.add(token)
+        self._read, self._elsewhere = laid, ()
 
 
 def _ids(ids: Iterable[int]) -> Ids:

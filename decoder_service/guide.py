@@ -101,8 +101,11 @@ class Guide:
 
         Raises ServerError NOT_RESUMABLE, naming the first that may not come where it stands.
         """
-        index = self._matcher.try_consume_tokens([*ids])
-        if index < len(ids) or self._matcher.is_error():
+        # An end has no text, and nothing comes behind it.
+        text = ids[:-1] if ids and ids[-1] in self._ends else ids
+        index = self._matcher.try_consume_tokens([*text])
+        kept = index == len(text) and not self._matcher.is_error()
+        if not kept or (len(text) < len(ids) and not self.may_end):
             raise ServerError(
                 "NOT_RESUMABLE",
                 f"token {index} of {len(ids)} that came does not keep to {self._language.kind}",

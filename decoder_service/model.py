@@ -55,7 +55,7 @@ class DecoderModel:
     """One model of a decoder. Used from one event loop.
 
     Args:
-        fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
+        fingerprint, text_fingerprint: of the checkpoint, as `Checkpoint` has them.
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_rows, max_units, max_running: as `Scheduler` has them.
         form: of entries that it would have.
@@ -73,6 +73,7 @@ class DecoderModel:
         prompt: Prompt,
         *,
         fingerprint: str,
+        text_fingerprint: bytes,
         store: EntryStore,
         workers_secret: bytes,
         max_rows: int = MAX_ROWS,
@@ -88,6 +89,7 @@ class DecoderModel:
         self.workers_secret = workers_secret
         self.identity = identity_of(engine.processor, fingerprint=fingerprint, dtype=engine.half.dtype)
         self.identity_digest = self.identity.digest()
+        self.text_fingerprint = text_fingerprint
         self._fingerprint = fingerprint
         self.vocabulary = engine.half.vocab_size
         self.context_limit = engine.half.max_positions
@@ -204,8 +206,8 @@ class DecoderModel:
         Raises InvalidRequest NEVER_FITS for one that has grown to more than a pool: everybody would wait behind it.
         """
         timeline = seat.sequence.timeline
-        self.check_fits(text=len(timeline) + 1, visual=timeline.vision_tokens)
-        self.scheduler.enter(seat, Room(self._pages(len(timeline) + 1), timeline.vision_tokens))
+        self.check_fits(text=seat.sequence.due_rows, visual=timeline.vision_tokens)
+        self.scheduler.enter(seat, Room(self._pages(seat.sequence.due_rows), timeline.vision_tokens))
         self.stepping.poke()
 
     def want(self, seat: Seat[DecodeSequence], rows: int, *, draws: bool, allowed: int) -> None:
@@ -229,10 +231,10 @@ class DecoderModel:
         must not grow and has, InvalidRequest NEVER_FITS for one that waits for more than a pool holds.
         """
         holdings, timeline = self.engine.holdings, seat.sequence.timeline
-        need = Room(self._pages(len(timeline) + 1), timeline.vision_tokens)
+        need = Room(self._pages(seat.sequence.due_rows), timeline.vision_tokens)
         if not seat.admitted:
             if seat.need is not None:
-                self.check_fits(text=len(timeline) + 1, visual=timeline.vision_tokens)
+                self.check_fits(text=seat.sequence.due_rows, visual=timeline.vision_tokens)
                 seat.need = need
                 self.freed()  # it may be less than before
             return

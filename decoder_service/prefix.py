@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import blake3
+import numpy as np
 
 from chiasm.cache.framing import framed
 from chiasm.cache.sealed import EntryKey
@@ -21,6 +22,11 @@ def domain_of(root: bytes, identity: bytes, fingerprint: str) -> bytes:
     of its entries and the fingerprint of the checkpoint."""
     derived = blake3.blake3(root, derive_key_context="chiasm 2026 prefixes that a tenant shares")
     return derived.update(framed([identity, fingerprint.encode()])).digest()
+
+
+def prompt_digest(timeline: Timeline, rows: int) -> bytes:
+    """Of the token ids of the first rows, placeholders included: BLAKE3 of four bytes each, the lowest first."""
+    return blake3.blake3(np.array(timeline.ids(0, rows), dtype="<u4").tobytes()).digest()
 
 
 class Chain:

@@ -34,6 +34,7 @@ class DecodeSequence:
         computed: rows whose keys and values are in the self pool.
         spared: rows among them that were computed before, by others or for an earlier request.
         attached_tokens: visual tokens it has in the cross pool.
+        coming: tokens of its answer that are known and will be laid behind its prompt.
     """
 
     def __init__(self, unit_layout: Callable[[tuple[int, int]], UnitLayout], chain: Chain | None = None) -> None:
@@ -43,6 +44,7 @@ class DecodeSequence:
         self.computed = 0
         self.spared = 0
         self.attached_tokens = 0
+        self.coming = 0
         self._chain = chain or Chain(None, 1)
         self._unit_layout = unit_layout
         self._pieces: list[Piece | Drop] = []
@@ -108,6 +110,11 @@ class DecodeSequence:
     def laid_whole(self) -> bool:
         """Everything added so far is laid, and no slot will change."""
         return len(self._rows) == len(self._pieces) and not self._growing
+
+    @property
+    def due_rows(self) -> int:
+        """Rows that it has once its next token is drawn, or all that are coming are laid."""
+        return len(self.timeline) + max(self.coming, 1)
 
     def _lay(self) -> None:
         while len(self._rows) < len(self._pieces):

@@ -14,12 +14,17 @@ from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
 from chiasm.rpc.process import Process, run
 from chiasm.rpc.v1 import router_pb2_grpc
 from chiasm.settings import read_secret
+from router.admission import AdmissionLimits
 from router.ray_fleet import RayFleet
 from router.servicer import RouterLimits, RouterServicer
 from router.settings import RouterSettings
 from router.spread import Spread
 from router.static_fleet import MemberFleet, StaticFleet
+from router.tenants import Quota
 from router.uploads import UploadLimits
+
+FAREWELL = 0.5
+"""Seconds before the end of its drain at which a router ends the answers that still run."""
 
 PAIR = "an encoder and a decoder that fit"
 
@@ -30,21 +35,36 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     fleet = _fleet(settings)
     limits = RouterLimits(
         max_seconds=settings.max_seconds,
+        slow_seconds=settings.slow_seconds,
         spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
+        admission=AdmissionLimits(
+            requests=settings.max_requests,
+            cost=settings.max_cost,
+            wait=settings.max_wait,
+            memory=settings.max_memory,
+        ),
+        quota=Quota(requests=settings.tenant_requests, cost_per_minute=settings.tenant_cost_per_minute),
     )
     servicer = RouterServicer(fleet, tenant_root=root, limits=limits)
     process.registry.register(servicer.meter)
     process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, servicer)
     await process.require(PAIR, there=False)
     await fleet.start()
-    watching = asyncio.create_task(_follow(fleet, process))
+    tasks = [asyncio.create_task(_follow(fleet, process)), asyncio.create_task(_let_go(servicer, process))]
     try:
         yield
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await fleet.close()
+
+
+async def _let_go(servicer: RouterServicer, process: Process) -> None:
+    """Answers that do not end within the drain are told so before it is over: a call that is cut off tells nothing."""
+    await process.almost_drained(FAREWELL)
+    await servicer.let_go()
 
 
 def _fleet(settings: RouterSettings) -> MemberFleet:

@@ -15,10 +15,11 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
-from router.coordinator import DECODERS, sized_at
+from router.coordinator import DECODERS
 from router.dispatch import Outbox
 from router.encoding import LOST, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
+from router.laying import sized_at
 from router.media import Source
 from router.work import Work
 
@@ -35,10 +36,19 @@ class Estimating(Work):
         *,
         tenant_root: bytes,
         deadline: float | None = None,
+        tenant: str = "",
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
-            fleet, model, request.media, sources, items, tenant_root=tenant_root, deadline=deadline, credit=1
+            fleet,
+            model,
+            request.media,
+            sources,
+            items,
+            tenant_root=tenant_root,
+            deadline=deadline,
+            credit=1,
+            tenant=tenant,
         )
         self._request = request
         self._sized: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,6 +105,7 @@ class Estimating(Work):
             slots=[dpb.Slot(slot=m.slot, kind=self._request.media[m.slot].kind, item=m.item) for m in self.media],
             seed=0,
             sample=dpb.SAMPLE_MODE_ESTIMATE,
+            fairness_key=self.tenant,
         )
         told.put(dpb.DecodeRequest(open=opened))
         told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))

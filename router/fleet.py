@@ -7,8 +7,10 @@ A fleet only chooses. It never sends a request again: what to do about a worker 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -71,6 +73,9 @@ class Reach(NamedTuple):
 
 _HERE: Final = Reach()
 
+MOST_REFUSED: Final = 5.0
+"""Seconds after which a worker that refused a call may be given another, whatever it said."""
+
 
 class Worker(Generic[C]):
     """One life of a worker process.
@@ -80,23 +85,36 @@ class Worker(Generic[C]):
         calls: what it can be asked.
         reach: of its entries.
         forms: of entries that it makes or takes, for each model that it serves; what it would rather have comes first.
+        text_fingerprints: of a decoder, for each model: what shapes tokens beside the entries.
 
     Attributes:
         running: calls of this router that it works on.
         load: what it said of itself last, running and waiting together, calls of other routers included.
+        cost: of those, as it said last: patches at an encoder, tokens at a decoder.
+        hints: the media that it makes entries of for this router, and how many calls each has.
         silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
     def __init__(
-        self, replica_id: bytes, calls: C, *, reach: Reach = _HERE, forms: Mapping[str, Sequence[Form]] | None = None
+        self,
+        replica_id: bytes,
+        calls: C,
+        *,
+        reach: Reach = _HERE,
+        forms: Mapping[str, Sequence[Form]] | None = None,
+        text_fingerprints: Mapping[str, bytes] | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.calls = calls
         self.reach = reach
         self.forms: Mapping[str, Sequence[Form]] = forms or {}
+        self.text_fingerprints: Mapping[str, bytes] = text_fingerprints or {}
         self.running = 0
         self.load = 0
+        self.cost = 0
+        self.hints: Counter[bytes] = Counter()
         self.silent = asyncio.Event()
+        self._full_until = 0.0
 
     async def attended(self, responses: AsyncGenerator[R, None]) -> AsyncGenerator[R, None]:
         """The responses of a call, as long as the worker is heard of.
@@ -110,10 +128,56 @@ class Worker(Generic[C]):
         finally:
             silence.cancel()
 
+    @asynccontextmanager
+    async def heard_of(self) -> AsyncIterator[None]:
+        """As `attended`, for a whole block of one task: each response costs nothing."""
+        clock = asyncio.timeout(None)
+
+        async def give_up() -> None:
+            await self.silent.wait()
+            clock.reschedule(asyncio.get_running_loop().time())
+
+        try:
+            async with clock:
+                giving_up = asyncio.create_task(give_up())
+                try:
+                    yield
+                finally:
+                    giving_up.cancel()
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise _stands_still() from None
+
     @property
     def busyness(self) -> int:
         """What this router knows for sure, or what the worker said, whichever is more."""
         return max(self.running, self.load)
+
+    def hear(self, load: pb.Load) -> None:
+        """It has said how busy it is."""
+        self.load = load.running + load.waiting
+        self.cost = load.queued_cost
+
+    @property
+    def full(self) -> bool:
+        """It has refused a call and asked not to be given another yet."""
+        return time.monotonic() < self._full_until
+
+    def refused(self, seconds: float) -> None:
+        """It has refused a call, for so long. That is no fault: calls that it has go on."""
+        self._full_until = time.monotonic() + min(seconds, MOST_REFUSED)
+
+    @contextmanager
+    def making(self, hint: bytes) -> Iterator[None]:
+        """Notes a medium while the block runs."""
+        self.hints[hint] += 1
+        try:
+            yield
+        finally:
+            self.hints[hint] -= 1
+            if not self.hints[hint]:
+                del self.hints[hint]
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -132,14 +196,23 @@ async def _sooner(response: Awaitable[R | None], silence: asyncio.Task[bool]) ->
         await asyncio.wait({coming, silence}, return_when=asyncio.FIRST_COMPLETED)
         if coming.done():
             return coming.result()
-        raise Unavailable("WORKER_SILENT", "a worker stands still", retry_after=1.0)
+        raise _stands_still()
     finally:
         if coming.cancel():
             await asyncio.wait([coming])  # a generator is closed by one at a time
 
 
+def _stands_still() -> Unavailable:
+    return Unavailable("WORKER_SILENT", "a worker stands still", retry_after=1.0)
+
+
 EncoderWorker = Worker[EncoderCalls]
 DecoderWorker = Worker[DecoderCalls]
+
+
+def speaks_as(decoder: DecoderWorker, model: Served) -> bool:
+    """Whether a decoder may go on with what was begun as `model` says."""
+    return model.text_fingerprint in (b"", decoder.text_fingerprints.get(model.name, b""))
 
 
 def common_form(encoder: EncoderWorker, decoder: DecoderWorker, model: str) -> Form | None:
@@ -158,6 +231,8 @@ class Served:
         context_limit: tokens of prompt and answer together.
         layers: of its decoder.
         ready: whether an encoder and a decoder that fit could take a request now.
+        text_fingerprint: of what shapes tokens beside the entries, where an answer has begun and only a decoder of an
+            equal one may go on with it. Empty: any may.
     """
 
     name: str
@@ -166,6 +241,7 @@ class Served:
     context_limit: int
     layers: int
     ready: bool = True
+    text_fingerprint: bytes = b""
 
 
 class Fleet(Protocol):
@@ -182,8 +258,12 @@ class Fleet(Protocol):
         """
         ...
 
-    async def decoder(self, model: Served) -> DecoderWorker:
-        """A decoder for one timeline. Waits a while for one, if there is none at the moment.
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
+        """A decoder for one timeline, of the model's text fingerprint if it names one. Waits a while for one, if there
+        is none at the moment.
+
+        Args:
+            keys: what it has in common with others (`choice.affinity_keys`): the one that had those last is preferred.
 
         Raises Unavailable NO_READY_DECODER, or NO_READY_ENCODER where only that is missing, with a time to try again.
         """
@@ -198,7 +278,7 @@ class Fleet(Protocol):
         own node if there is any. Waits as `decoder` does.
 
         Args:
-            hint: equal ones prefer the same encoder.
+            hint: equal ones prefer the same encoder, as long as it has not much more to do than others.
             rank: 0 for the one they prefer, 1 for the next, and so on, around.
 
         Raises Unavailable NO_READY_ENCODER, with a time to try again.

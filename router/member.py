@@ -143,8 +143,9 @@ class Member(Generic[C, I]):
                 self._before = [past for past in (worker, *self._before) if past is not None and past.running]
                 reach = Reach(info.replica.arena_id, info.replica.shared_store_id)
                 forms = {model.name: tuple(model.forms) for model in info.models}
-                worker = Worker(info.replica.replica_id, self._calls, reach=reach, forms=forms)
-            worker.load = info.load.running + info.load.waiting
+                texts = {model.name: getattr(model, "text_fingerprint", b"") for model in info.models}
+                worker = Worker(info.replica.replica_id, self._calls, reach=reach, forms=forms, text_fingerprints=texts)
+            worker.hear(info.load)
             self._worker = worker
             self._up = (worker, info)
         if (before and before[0]) is not (self._up and self._up[0]):

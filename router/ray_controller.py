@@ -106,7 +106,7 @@ class Controller:
         self._pools = []
         for removed in asyncio.as_completed([pool.close(remove=self._stop) for pool in pools]):
             await removed
-        _log.info("stopped", extra={"removed": self._stop})
+        _log.info("controller stopped", extra={"removed": self._stop})
 
     async def _keep_saying(self) -> None:
         while True:

@@ -204,7 +204,7 @@ class WorkerPool:
                 worker.ready_since = worker.said = time.monotonic()
             worker.state, worker.target = state, target
             where = {"target": target, "node": report["node"], "pid": report["pid"]}
-            _log.info(state, extra={"worker": str(worker.name), "pool": self._label, **where})
+            _log.info(f"worker {state}", extra={"worker": str(worker.name), "pool": self._label, **where})
             self._changed()
 
     async def _ask(self, worker: Worker, target: str) -> None:

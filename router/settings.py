@@ -22,9 +22,22 @@ class RouterSettings(RoleSettings):
     tenants_secret_file: Path = Field(description="64 hex digits from which tenants' keys are derived, mode 0600")
     patience: float = Field(30.0, ge=0, le=3600, description="seconds a request waits for a worker to come back")
     max_seconds: float = Field(3600.0, gt=0, le=86_400, description="seconds of one request at most")
+    slow_seconds: float = Field(
+        30.0, gt=0, le=3600, description="seconds that a client which does not read what waits for it is given"
+    )
     fan_out: int = Field(
         1, ge=1, le=64, description="encoders that share the units of a long video; each gets all of its bytes"
     )
+    max_requests: int = Field(1024, ge=1, description="requests in flight; further ones are refused")
+    max_cost: int = Field(1 << 24, ge=1, description="tokens of those, prompt, media and answer, as they are estimated")
+    max_wait: float = Field(
+        30.0, gt=0, le=3600, description="seconds to a first token; requests that would wait longer are refused"
+    )
+    max_memory: ByteSize | None = Field(
+        None, gt=0, description="bytes of this process; uploads are refused from 92 % on, requests from 95 % on"
+    )
+    tenant_requests: int | None = Field(None, ge=1, description="requests of one tenant in flight")
+    tenant_cost_per_minute: int | None = Field(None, ge=1, description="tokens that one tenant may ask for in a minute")
     upload_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0, description="bytes of uploads that are kept at a time")
     upload_ttl: float = Field(600.0, gt=0, le=3600, description="seconds that an upload is kept after its last use")
 

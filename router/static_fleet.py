@@ -19,7 +19,7 @@ from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.choice import choose_decoder, choose_encoder
+from router.choice import Affinity, choose_decoder, choose_encoder
 from router.fleet import (
     DecoderCalls,
     DecoderWorker,
@@ -28,6 +28,7 @@ from router.fleet import (
     Form,
     Served,
     common_form,
+    speaks_as,
 )
 from router.member import Member, Members
 from router.membership import Membership, Named
@@ -60,6 +61,7 @@ class MemberFleet:
         self._decoders = Members(("decoder",), self._decoder_at)
         self._waits: dict[object, tuple[str, float]] = {}  # of requests for a worker: the model, and since when
         self._known: dict[str, Served] = {}
+        self._affinity = Affinity()
         self._formless: set[tuple[str, tuple[str, ...], tuple[str, ...]]] = set()  # of which it was told
         self._looking: asyncio.Task[None] | None = None
 
@@ -94,12 +96,13 @@ class MemberFleet:
     async def known(self) -> Mapping[str, Served]:
         return await self._wait_for(lambda: self.models() or None, lambda: ("NOT_READY", "no worker has answered yet"))
 
-    async def decoder(self, model: Served) -> DecoderWorker:
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
         def decoders() -> list[DecoderWorker]:
-            return [worker for worker, info in self._decoders.up() if _serves(info, model)]
+            return [w for w, info in self._decoders.up() if _serves(info, model) and speaks_as(w, model)]
 
         def choose() -> DecoderWorker | None:
-            return choose_decoder([worker for worker in decoders() if self._encoders_of(model, worker)])
+            found = [worker for worker in decoders() if self._encoders_of(model, worker)]
+            return choose_decoder(found, keys, self._affinity)
 
         return await self._wait_for(
             choose, lambda: _missing("encoder" if decoders() else "decoder", model), model=model.name

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from chiasm.cache.columns import Array
+from chiasm.cache.hands import by_hand
 from chiasm.cache.ledger import Ledger, Totals
 from chiasm.cache.pins import Pin
 from chiasm.cache.place import InArena, Place
@@ -71,6 +72,7 @@ class ArenaStore:
         self._clock = clock
         self._patience = patience
         self._step = step
+        self._held = _Held(region)
         self._entered = False
         self._counts = dict.fromkeys(("puts", "hits", "misses", "refusals"), 0)
 
@@ -86,7 +88,7 @@ class ArenaStore:
         """As `EntryStore.put`. Raises Overloaded CACHE_BUSY too, retryable, if another process keeps the lock."""
         sizes = (entry.payload.nbytes, len(entry.header), entry.tag_bytes)
         try:
-            async with self._locked():
+            with await self._locked():
                 now = self._now()
                 self._ledger.reclaim(self._region.alive)
                 pin = None if lease is None else self._pin(lease, now)
@@ -96,7 +98,7 @@ class ArenaStore:
             raise
         try:
             await self._write(entry, extent)
-            async with self._locked():
+            with await self._locked():
                 self._ledger.publish(extent, now=self._now())
         except BaseException:
             self._ledger.abandon(extent)
@@ -107,7 +109,7 @@ class ArenaStore:
     async def pin(self, key: EntryKey, lease: Lease, *, owner: bytes = NOBODY, shared: bool = False) -> Pinned | None:
         """As `EntryStore.pin`. A miss as well if another process keeps the lock."""
         try:
-            async with self._locked():
+            with await self._locked():
                 now = self._now()
                 extent = self._ledger.pin(key, self._pin(lease, now), now=now)
                 header = b"" if extent is None else self._parts(extent)[1].tobytes()
@@ -137,18 +139,16 @@ class ArenaStore:
     async def release(self, key: EntryKey, lease_id: bytes) -> None:
         if (len(key), len(lease_id)) != (_KEY_BYTES, _LEASE_BYTES):
             return  # a broken announcement, which pinned nothing
-        with suppress(_Busy):  # then it ends by itself
-            async with self._locked():
-                self._ledger.unpin(key, lease_id)
+        with suppress(_Busy), await self._locked():  # then it ends by itself
+            self._ledger.unpin(key, lease_id)
 
     async def discard(self, key: EntryKey) -> None:
-        with suppress(_Busy):  # then the next reader finds it wrong too
-            async with self._locked():
-                self._ledger.discard(key)
+        with suppress(_Busy), await self._locked():  # then the next reader finds it wrong too
+            self._ledger.discard(key)
 
     async def flush(self) -> None:
         """As `EntryStore.flush`. Raises Overloaded CACHE_BUSY if another process keeps the lock."""
-        async with self._locked():
+        with await self._locked():
             self._ledger.reclaim(self._region.alive)
             self._ledger.flush(now=self._now())
 
@@ -162,9 +162,8 @@ class ArenaStore:
         """What all processes of the node did since the region was made."""
         return self._ledger.totals()
 
-    @asynccontextmanager
-    async def _locked(self) -> AsyncIterator[None]:
-        """Holds the region's lock for a few lines that await nothing. Raises _Busy."""
+    async def _locked(self) -> _Held:
+        """Takes the region's lock, `with await`, for a few lines that await nothing. Raises _Busy."""
         end = time.monotonic() + self._patience
         while not self._region.try_lock():
             if time.monotonic() >= end:
@@ -175,21 +174,16 @@ class ArenaStore:
             if not self._entered:  # whatever is written in the name of this slot is of the dead who had it before
                 self._ledger.reclaim(lambda slot: slot != self._region.slot)
                 self._entered = True
-            yield
-        finally:
+        except BaseException:
             self._region.unlock()
+            raise
+        return self._held
 
     async def _write(self, entry: Sealable, extent: Extent) -> None:
         if extent.size <= SMALL:
             self._fill(entry, extent)
             return
-        writing = asyncio.get_running_loop().run_in_executor(None, self._fill, entry, extent)
-        try:
-            await asyncio.shield(writing)
-        finally:
-            while not writing.done():  # a copy cannot be stopped, and until it ends the extent is nobody else's
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([writing])
+        await by_hand(lambda: self._fill(entry, extent))  # it cannot be stopped, and the extent is its own until then
 
     def _fill(self, entry: Sealable, extent: Extent) -> None:
         payload, header, tag = self._parts(extent)
@@ -201,7 +195,7 @@ class ArenaStore:
     async def _read(self, extent: Extent) -> Sealed | None:
         if extent.size <= SMALL:
             return self._copy(extent)
-        return await asyncio.to_thread(self._copy, extent)
+        return await by_hand(lambda: self._copy(extent))
 
     def _copy(self, extent: Extent) -> Sealed | None:
         payload, header, tag = (part.copy() for part in self._parts(extent))
@@ -246,6 +240,19 @@ class ArenaStore:
 
     def _count(self, found: bool) -> None:
         self._counts["hits" if found else "misses"] += 1
+
+
+class _Held:
+    """The region's lock, until a block ends."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        self._region.unlock()
 
 
 class _Busy(Overloaded):

@@ -169,7 +169,7 @@ class Ledger:
 
     def reclaim(self, alive: Callable[[int], bool]) -> None:
         """*Locked.* Frees what dead writers have left half-written."""
-        for record in np.flatnonzero(self._state == WRITING):
+        for record in (self._state == WRITING).nonzero()[0].tolist():
             if not alive(int(self._records.writer[record])):
                 self._step("reclaiming")
                 self._state[record] = FREE

@@ -34,14 +34,25 @@ class ByStart:
         stays = (there & ~new)[self.records]
         if not stays.all():
             self._keep(self._extents[:, stays])
-        came = np.flatnonzero(there & new)
-        came = came[(self._start[came] <= self._capacity) & (self._size[came] <= self._capacity)]
+        came = (there & new).nonzero()[0]
+        sane = (self._start[came] <= self._capacity) & (self._size[came] <= self._capacity)
+        if not sane.all():
+            came = came[sane]
         if came.size:
-            came = came[np.argsort(self._start[came], kind="stable")]
-            starts, sizes = (column[came].astype(np.int64) for column in (self._start, self._size))
-            at = np.searchsorted(self.starts, starts)
-            self._keep(np.insert(self._extents, at, [came, starts, starts + sizes], axis=1))
+            self._insert(came)
         self._seen = generation
+
+    def _insert(self, came: Array) -> None:
+        """came: (extents,) numbers of records that are not there yet. Mostly it is one."""
+        new = np.empty((3, came.size), np.int64)
+        new[0], new[1], new[2] = came, self._start[came], self._size[came]
+        new[2] += new[1]
+        if came.size == 1:
+            at = int(self.starts.searchsorted(new[1, 0]))
+            self._keep(np.concatenate((self._extents[:, :at], new, self._extents[:, at:]), axis=1))
+        else:
+            new = new[:, np.argsort(new[1], kind="stable")]
+            self._keep(np.insert(self._extents, np.searchsorted(self.starts, new[1]), new, axis=1))
 
     def _keep(self, extents: Array) -> None:
         """extents: (3, extents)."""

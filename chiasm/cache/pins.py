@@ -33,7 +33,7 @@ class Pins:
     def free_row(self, now: int) -> int:
         """Raises Overloaded CACHE_FULL if all pins are in use."""
         used = self._used
-        free = np.flatnonzero(self._end[:used] <= now)
+        free = (self._end[:used] <= now).nonzero()[0]
         row = int(free[0]) if free.size else used
         if row == self._end.size:
             raise Overloaded(
@@ -54,8 +54,8 @@ class Pins:
     def named(self, pin_id: bytes) -> list[tuple[int, int]]:
         """Row and generation of each pin of that name."""
         first, second = np.frombuffer(pin_id, np.uint64)
-        rows = np.flatnonzero((self._id[0, : self._used] == first) & (self._id[1, : self._used] == second))
-        return [(int(row), int(self._generation[row])) for row in rows]
+        rows = (self._id[0, : self._used] == first).nonzero()[0].tolist()
+        return [(row, int(self._generation[row])) for row in rows if self._id[1, row] == second]
 
     def end(self, row: int) -> None:
         self._end[row] = 0
@@ -77,4 +77,5 @@ class Pins:
         return min(int(self._ever[0]), self._end.size)
 
     def _of(self, generation: int) -> Array:
-        return np.flatnonzero(self._generation[: self._used] == generation)
+        rows: Array = (self._generation[: self._used] == generation).nonzero()[0]
+        return rows

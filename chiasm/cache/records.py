@@ -65,7 +65,7 @@ class Records:
     """
 
     def __init__(self, carve: Carver, count: int, step: Step) -> None:
-        self._counters = carve(np.uint64, 8)
+        self._counters = carve(np.uint64, 8).data  # as all of `data`: single numbers come out of it soonest
         self.state = carve(np.uint8, count)
         self.writer = carve(np.uint32, count)
         self.generation = carve(np.uint64, count)
@@ -77,6 +77,8 @@ class Records:
         self.size = carve(np.uint64, count)
         self.owner = carve(np.uint64, count)
         self.used = carve(np.int64, count)
+        self._extent = [column.data for column in (self.generation, self.start, self.payload, self.header, self.tag)]
+        self._state, self._generation = self.state.data, self.generation.data
         self._step = step
 
     @property
@@ -90,7 +92,7 @@ class Records:
         return self.counted(_SERIAL) % (1 << 64 - _BITS)
 
     def counted(self, counter: int) -> int:
-        return int(self._counters[counter])
+        return self._counters[counter]
 
     def add(self, counter: int, count: int = 1) -> None:
         self._counters[counter] = (self.counted(counter) + count) % (1 << 64)
@@ -117,15 +119,15 @@ class Records:
 
     def entries(self, key: bytes) -> list[Extent]:
         """All entries under a key."""
-        alike = np.flatnonzero(self.key[0, : self.count] == _words(key)[0])
-        return [extent for record in alike if (extent := self._look(int(record), key)) is not None]
+        alike = (self.key[0, : self.count] == _words(key)[0]).nonzero()[0].tolist()
+        return [extent for record in alike if (extent := self._look(record, key)) is not None]
 
     def free(self) -> int | None:
         """The number of a record that is free."""
         used = self.count
-        free = np.flatnonzero(self.state[:used] == FREE)
-        if free.size:
-            return int(free[0])
+        first = int((self.state[:used] == FREE).argmax()) if used else 0
+        if used and self.state[first] == FREE:
+            return first
         return used if used < self.state.size else None
 
     def fill(
@@ -151,17 +153,16 @@ class Records:
 
     def extent(self, record: int) -> Extent:
         """A record as it stands, whatever it is."""
-        fields = (self.generation, self.start, self.payload, self.header, self.tag)
-        return Extent(*(int(field[record]) for field in fields))
+        return Extent(*[column[record] for column in self._extent])
 
     def is_in(self, extent: Extent, state: int) -> bool:
         """Whether an extent still is where it was, and in that state."""
-        return self.has(extent.generation) and bool(self.state[extent.record] == state)
+        return self.has(extent.generation) and self._state[extent.record] == state
 
     def has(self, generation: int) -> bool:
         """Whether the record of a generation is of that one."""
         record = record_of(generation)
-        return record < self.state.size and bool(self.generation[record] == generation)
+        return record < self.state.size and self._generation[record] == generation
 
     def those(self, generations: Array) -> Array:
         """(records,) bool, which are of one of these generations."""
@@ -179,8 +180,8 @@ class Records:
         """A record as it is, if it is an entry of that key. Asked before and after, so that nothing is half of one
         entry and half of the next."""
         self._step("looking")
-        generation = int(self.generation[record])
-        if record_of(generation) != record or self.state[record] != READY:
+        generation = self._generation[record]
+        if record_of(generation) != record or self._state[record] != READY:
             return None
         extent = self.extent(record)
         same = self.key[:, record].tobytes() == key

@@ -62,7 +62,7 @@ def make_room(
         return room and Room(room.start, np.append(mine[:enough], left[room.gone]))
 
     start = _find(starts, ends, _in_turn(candidates), needed=needed, capacity=capacity)
-    return None if start is None else Room(start, np.flatnonzero((starts < start + needed) & (ends > start)))
+    return None if start is None else Room(start, ((starts < start + needed) & (ends > start)).nonzero()[0])
 
 
 def _in_turn(candidates: Candidates) -> Iterator[int]:
@@ -81,9 +81,11 @@ def _in_turn(candidates: Candidates) -> Iterator[int]:
 
 def _find(starts: Array, ends: Array, turn: Iterable[int], *, needed: int, capacity: int) -> int | None:
     """Where `needed` bytes begin, in the first gap that opens while those in `turn` are thought away."""
-    left, right = np.append(0, ends), np.append(starts, capacity)  # of the gaps: gap i lies before extent i
+    left, right = np.empty((2, starts.size + 1), np.int64)  # of the gaps: gap i lies before extent i
+    left[0], left[1:] = 0, ends
+    right[:-1], right[-1] = starts, capacity
     wide = right - left >= needed
-    first = int(np.argmax(wide))
+    first = int(wide.argmax())
     if wide[first]:
         return int(left[first])
     # Whoever is thought away joins the gaps on its two sides. What was joined is known by its outermost gaps.

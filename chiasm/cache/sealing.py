@@ -6,13 +6,13 @@ It knows bytes and how numbers lie in them. It knows no torch, no contract and n
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 import blake3
 import numpy as np
 
 from chiasm.cache.columns import Array
+from chiasm.cache.hands import by_hand
 from chiasm.cache.sealed import SMALL, TAG_BYTES, Sealed
 from chiasm.errors import ServerError
 
@@ -76,7 +76,7 @@ class Sealing:
 
     async def sealed(self) -> Sealed:
         if self._tag is None and self.size > SMALL:
-            return await asyncio.to_thread(self.seal)
+            return await by_hand(self.seal)
         return self.seal()
 
     def seal(self) -> Sealed:

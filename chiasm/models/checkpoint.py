@@ -192,6 +192,16 @@ class Checkpoint:
             _feed(digest, tensor.reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    @cached_property
+    def text_fingerprint(self) -> bytes:
+        """32 bytes that name what text it makes of a prompt: the weights and their configuration, the tokenizer and the
+        template. An answer that was begun with one is gone on with by the same only."""
+        digest = blake3.blake3(b"chiasm text v1\0")
+        _feed(digest, self.fingerprint.encode())
+        _feed(digest, b"" if self.tokenizer_file is None else self.tokenizer_file.read_bytes())
+        _feed(digest, (self.chat_template or "").encode())
+        return digest.digest()
+
 
 def _feed(digest: blake3.blake3, data: bytes | memoryview) -> None:
     """Length first, so that no two sequences of pieces read the same."""

@@ -21,7 +21,7 @@ class Caller:
         clips: the media of its slots, as they are in the end.
 
     Attributes:
-        told: as `Told` has it.
+        told: as `Told` has it, what an earlier attempt was told first.
         log: tokens of sequence 0 and laid events, in the order in which they were told.
         attached: units, as they were told to be attached, again and again.
         missing: units it was asked for again, with the cause.
@@ -47,6 +47,12 @@ class Caller:
         self._system = system
         self._outbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._ended = False
+        for emitted in opened.emitted:
+            self.told.sequences[emitted.sequence] += emitted.ids
+            self.logprobs[emitted.sequence] += [None] * len(emitted.ids)
+            if not emitted.sequence:
+                self.told.ids += emitted.ids
+                self.log += emitted.ids
         self.send(opened)
 
     def send(self, *messages: Message) -> None:
@@ -155,4 +161,5 @@ class Caller:
         got = usage.prompt_tokens, usage.visual_tokens
         assert got == (len(prompt.timeline), prompt.timeline.vision_tokens)
         assert usage.output_tokens == sum(map(len, told.sequences.values()))
-        assert usage.cached_prompt_tokens < usage.prompt_tokens
+        # All of the prompt may be found where an answer is gone on with: a token behind it is drawn from another row.
+        assert usage.cached_prompt_tokens <= usage.prompt_tokens - (not self.opened.emitted)

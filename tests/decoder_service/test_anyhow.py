@@ -18,5 +18,6 @@ def test_whatever_the_engine_does_with_a_timeline_its_tokens_are_those_of_one_un
     # Were room never lost, nothing asked for again and all answers the same, this would say little.
     assert counts["preempted"] >= counts["examples"] / 4
     assert counts["asked again"] >= 3
+    assert counts["resumed"] >= counts["answered"] / 10
     assert counts["refused"] <= counts["answered"] / 20
     assert len(timelines.answers) >= counts["answered"] / 4

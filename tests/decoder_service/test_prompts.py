@@ -340,7 +340,6 @@ async def test_b127_to_b133_what_is_out_of_range_is_refused_with_its_name(field:
 OPENINGS: dict[str, tuple[Callable[[dpb.DecodeOpen], object], str]] = {
     "seed": (lambda opened: opened.ClearField("seed"), "FIELD_MISSING"),
     "adapter": (lambda opened: setattr(opened, "adapter", "a"), "FEATURE_DISABLED"),
-    "emitted": (lambda opened: opened.emitted.add(), "FEATURE_DISABLED"),
     "live": (lambda opened: opened.live.SetInParent(), "FEATURE_DISABLED"),
     "states": (lambda opened: opened.states.SetInParent(), "FEATURE_DISABLED"),
     "tenant_root": (lambda opened: opened.ClearField("tenant_root"), "FIELD_MISSING"),

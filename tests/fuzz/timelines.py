@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -103,6 +103,8 @@ class Asked:
         known: keys are told with the sizes, and what is held then is not handed over.
         order: where in it each message comes; what it stands on comes first nevertheless.
         leaves: after so many of its messages; None stays.
+        breaks: its stream, behind so many responses; what it has by then is gone on with in another call. None for one
+            that does not break.
     """
 
     text: str
@@ -116,6 +118,7 @@ class Asked:
     known: bool
     order: tuple[int, ...]
     leaves: int | None
+    breaks: int | None
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def asked(draw: st.DrawFn) -> Asked:
         sampling["frequency_penalty"] = 0.5
     if not live:
         sampling["n"] = draw(st.sampled_from([1, 1, 2, 3]))
+    leaves = draw(st.sampled_from([None, None, None, None, 2, 5]))
     return Asked(
         text=draw(st.sampled_from(TEXTS)) + draw(st.sampled_from(["", "", "abc", " ab c"])),
         media=media,
@@ -174,7 +178,8 @@ def asked(draw: st.DrawFn) -> Asked:
         tenant=draw(st.sampled_from(["a", "a", "b"])),
         known=draw(st.booleans()),
         order=tuple(draw(st.lists(st.integers(0, 9), min_size=8, max_size=8))),
-        leaves=draw(st.sampled_from([None, None, None, None, 2, 5])),
+        leaves=leaves,
+        breaks=None if live or leaves else draw(st.sampled_from([None, None, 1, 4, 9, 20, 40])),
     )
 
 
@@ -227,6 +232,7 @@ class Asking:
         if self.live:
             opened.sample = dpb.SAMPLE_MODE_WHILE_OPEN
         self.caller = Caller(system, opened, self.clips)
+        self.resumed: Caller | None = None
         self.todo = self._plan()
         self.said = 0
 
@@ -283,6 +289,27 @@ class Asking:
             return any(one[0] == "show" and one[1] == slot for one in done)
         return True
 
+    async def run(self) -> None:
+        """Listens to its end. Once its stream broke, another call is told everything at once."""
+        caller, media = self.caller, range(len(self.asked.media))
+        await caller.run(leave_after=self.asked.breaks)
+        n = self.asked.sampling.get("n", 1)
+        if self.asked.breaks is None or len(caller.told.ends) == n:
+            return
+        opened = dpb.DecodeOpen()
+        opened.CopyFrom(caller.opened)
+        opened.attempt += 1
+        for number, ids in caller.told.sequences.items():
+            opened.emitted.add(sequence=number, ids=ids)
+        counts["resumed"] += any(caller.told.sequences.values())
+        self.resumed = Caller(self._system, opened, self.clips)
+        for slot in media:
+            self.resumed.send(self._units_of(slot, self.clips[slot].offsets, final=True))
+            for unit in range(len(self.clips[slot].frames)):
+                await self.resumed.hand_over(slot, unit)
+        self.resumed.send(CLOSE)
+        await self.resumed.run()
+
     async def say(self) -> None:
         """The next message."""
         what, slot, number = self.todo.pop(0)
@@ -314,6 +341,14 @@ class Asking:
     async def _sized(self, slot: int, *, first: bool, final: bool) -> dpb.DecodeSized:
         prompt = slot < len(self.asked.media)
         offsets = self.asked.media[slot].offsets(first=first) if prompt else self.clips[slot].offsets
+        message = self._units_of(slot, offsets, first=first, final=final)
+        if self.asked.known and final:
+            for ready in await self._system.ready(self.clips[slot].frames, slot=slot):
+                message.units[ready.unit].key = ready.entry.key
+                self._ready[slot, ready.unit] = ready
+        return message
+
+    def _units_of(self, slot: int, offsets: Sequence[float], *, first: bool = False, final: bool) -> dpb.DecodeSized:
         units = [
             pb.Unit(
                 index=number,
@@ -323,10 +358,6 @@ class Asking:
             )
             for number, offset in enumerate(offsets)
         ]
-        if self.asked.known and final:
-            for ready in await self._system.ready(self.clips[slot].frames, slot=slot):
-                units[ready.unit].key = ready.entry.key
-                self._ready[slot, ready.unit] = ready
         return dpb.DecodeSized(slot=slot, revision=1 if first else 2, final=final, units=units)
 
     async def _hand_over(self, slot: int, unit: int) -> None:
@@ -353,7 +384,7 @@ async def play(scene: Scene) -> None:
     async with _system(scene) as system:
         scheduler = system.decoder.scheduler
         askings = [Asking(system, asked) for asked in scene.asked]
-        runs = [asyncio.create_task(asking.caller.run()) for asking in askings]
+        runs = [asyncio.create_task(asking.run()) for asking in askings]
         left: set[int] = set()
         turns = _turns(scene)
         forgetting = asyncio.create_task(_forget(system)) if scene.forgets else None
@@ -395,7 +426,9 @@ async def _forget(system: Halves) -> None:
 
 def _check(asking: Asking, result: BaseException | None, *, left: bool, judge: Oracle) -> None:
     asking.caller.check(judge)
-    answers.update(tuple(ids) for ids in asking.caller.told.sequences.values() if len(ids) >= 8)
+    caller = asking.resumed or asking.caller
+    caller.check(judge)
+    answers.update(tuple(ids) for ids in caller.told.sequences.values() if len(ids) >= 8)
     if left:
         return
     if isinstance(result, Overloaded):
@@ -407,9 +440,9 @@ def _check(asking: Asking, result: BaseException | None, *, left: bool, judge: O
         raise result
     counts["answered"] += 1
     if asking.live:
-        assert asking.caller.told.finished is not None
+        assert caller.told.finished is not None
     else:
-        asking.caller.check_whole(judge)
+        caller.check_whole(judge)
 
 
 def _turns(scene: Scene) -> Iterator[tuple[int, int]]:

@@ -237,3 +237,24 @@ def test_a_model_is_called_by_its_folder_or_its_hub_name(tmp_path: Path, monkeyp
     monkeypatch.chdir(snapshot)
     assert [open_model(given).name for given in (".", f"{snapshot}/", "../0123abcd")] == ["0123abcd"] * 3
     assert Model(snapshot, "another").name == "another"
+
+
+# -- what text it makes ------------------------------------------------------------------------------------------------
+
+
+def test_weights_tokenizer_and_template_each_change_the_fingerprint_of_what_text_is_made(tmp_path: Path) -> None:
+    def made(name: str, tokenizer: str = "{}", template: str = "x", *, seed: int = 0) -> bytes:
+        folder = write(tmp_path / name, seed=seed)
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        return Checkpoint(folder).text_fingerprint
+
+    first = made("first")
+    assert len(first) == 32 and made("same") == first
+    others = [
+        made("weights", seed=1),
+        made("tokenizer", "{ }"),
+        made("template", template="y"),
+        made("moved", "", "{}x"),
+    ]
+    assert len({first, *others}) == 5

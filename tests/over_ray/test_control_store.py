@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.over_ray.clusters import Asking, cluster, fleet, kill, pool, read_right
+from tests.over_ray.clusters import Asking, Fleet, cluster, fleet, kill, pool, read_right
 from tests.waiting import alive, until
 
 
@@ -15,7 +15,7 @@ async def test_requests_go_on_without_the_control_store_whoever_dies_meanwhile(t
     with cluster() as nodes:
         nodes.add(encoder=2, decoder=2)
         pools = [pool("encoder", tmp_path), pool("decoder", tmp_path)]
-        with fleet(nodes.address, tmp_path, pools) as served:
+        with fleet(Fleet, nodes.address, tmp_path, pools) as served:
             before = {role: served.worker(role)["pid"] for role in ("encoder", "decoder")}
             async with Asking(served.target) as asking:
                 await asking.more()

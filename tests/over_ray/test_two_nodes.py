@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         nodes.add(decoder=4)
         flags = {"redis": store.url, "redis-timeout": "5"}
         pools = [pool("encoder", folder, flags=flags), pool("decoder", folder, flags=flags)]
-        with fleet(nodes.address, folder, pools, kind=Served) as made:
+        with fleet(Served, nodes.address, folder, pools) as made:
             made.nodes, made.store = nodes, store
             yield made
         assert not (folder / "arenas").exists(), "the last worker of a node takes its region with it"

@@ -1894,10 +1894,15 @@ class Started(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_VISIBLE_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """Counts the attempts so far, from 1."""
     prompt_tokens: _builtins.int
     """Counts the text tokens of the prompt."""
+    prompt_digest: _builtins.bytes
+    """Holds BLAKE3 of the token ids of the prompt as it is laid, 32 bytes, as DecodeAdmitted has it. That one may have
+    been told before every medium was final.
+    """
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineFrame]:
         """Holds every frame in the order of the timeline."""
@@ -1913,10 +1918,11 @@ class Started(_message.Message):
         frames: _abc.Iterable[Global___TimelineFrame] | None = ...,
         prompt_tokens: _builtins.int = ...,
         prompt_visible: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "frames", b"frames", "prompt_tokens", b"prompt_tokens", "prompt_visible", b"prompt_visible"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "frames", b"frames", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "prompt_visible", b"prompt_visible"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -268,7 +268,9 @@ class DecodeOpen(_message.Message):
 
     @_builtins.property
     def emitted(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.EmittedSequence]:
-        """Holds what earlier attempts emitted. It counts as output: for penalties, limits, stop strings, usage."""
+        """Holds what earlier attempts emitted. It counts as output: for penalties, limits, stop strings, usage. Nothing of it
+        is sent again: the stream goes on at the next index of each sequence. With SAMPLE_MODE_WHEN_CLOSED only.
+        """
 
     @_builtins.property
     def live(self) -> _common_pb2.LiveOptions:
@@ -596,7 +598,9 @@ class DecodeAdmitted(_message.Message):
     context_limit: _builtins.int
     """Bounds prompt and output together."""
     prompt_digest: _builtins.bytes
-    """Holds BLAKE3 of the token ids of the prompt, 32 bytes. A resumed timeline must have the same."""
+    """Holds BLAKE3 of the token ids of the prompt as it is laid so far, each as 4 bytes, the lowest first; 32 bytes. It is
+    that of Started unless a medium came to fewer units than it was sized to. A resumed timeline must have the same.
+    """
     fits_with: _builtins.str
     """Says what would make it fit, for example `max_frames=38` on every video. With SAMPLE_MODE_ESTIMATE only. Empty when
     it fits, or when no single option makes it.
