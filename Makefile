@@ -56,7 +56,7 @@ chaos: $(VENV)/.dev  ## Hurts systems of processes for MINUTES (30), the digits 
 	$(PY) -m tests.telltale
 	$(PY) -m tests.telltale.run --requests 1000 --seed $(SEED)
 
-check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
+check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands, what deploys.
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -66,6 +66,7 @@ check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README
 	$(VENV)/bin/buf breaking --against proto/baseline.binpb
 	$(PY) -m tools.check_proto
 	$(PY) -m tools.check_readme
+	$(PY) -m tools.check_deploy
 
 proto: $(VENV)/.dev  ## Regenerates chiasm/rpc/v1 from proto/.
 	$(VENV)/bin/buf format --write
