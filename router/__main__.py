@@ -29,11 +29,13 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     fleet = StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
     limits = RouterLimits(
         max_seconds=settings.max_seconds,
+        quarantine_seconds=settings.quarantine_seconds,
         spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
     )
     servicer = RouterServicer(fleet, tenant_root=root, limits=limits)
     process.registry.register(servicer.meter)
+    process.registry.register(servicer.quarantine)
     process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, servicer)
     await process.require(PAIR, there=False)
     await fleet.start()

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from chiasm.errors import ChiasmError, DeadlineExceeded, ServerError, Unavailable
+from chiasm.errors import Cancelled, ChiasmError, ConnectionFailed, DeadlineExceeded, ServerError, Unavailable
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -25,6 +25,7 @@ from router.dispatch import Outbox
 from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
 from router.media import Source
+from router.quarantine import Quarantine
 from router.spread import Spread
 from router.work import WHOLE, Work
 
@@ -33,9 +34,9 @@ _log = logging.getLogger(__name__)
 INITIAL_CREDIT: Final = 64 << 20
 """Bytes of entries a medium may have pinned before any is attached; one unit always passes."""
 
-DECODERS: Final = 2
-"""Decoders that may be lost over one request before its first token. After it nothing is tried again: tokens are
-out."""
+DECODERS: Final = 4
+"""Decoders that may be lost over one request before its first token: what ends two by itself is refused before that
+(`router.quarantine`). After it nothing is tried again: tokens are out."""
 
 ACCOUNT_SECONDS: Final = 5.0
 """How long a finished answer waits for the encoders' last words. They have nothing else left to do; no answer is lost
@@ -59,6 +60,7 @@ class Coordinator(Work):
         deadline: float | None = None,
         credit: int = INITIAL_CREDIT,
         spread: Spread = WHOLE,
+        quarantine: Quarantine | None = None,
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
@@ -72,6 +74,7 @@ class Coordinator(Work):
             credit=credit,
             spread=spread,
             priority=request.priority,
+            quarantine=quarantine,
         )
         self._request = request
         self._seed = checked.seed_of(request.sampling)
@@ -133,6 +136,14 @@ class Coordinator(Work):
             first = self.decoder is None
             worker = await self.reach_decoder()
             self._attempt += 1
+            self._trial = self.tried(worker, b"answer", *await self._computed())
+            if await self._trial.begin():  # whoever was waited for may have ended the worker
+                try:
+                    await worker.calls.reach()
+                except ConnectionFailed:
+                    self._trial.end()
+                    self.fleet.lost(worker)
+                    continue
             self._told = self._timeline_so_far()
             for medium in self.media:
                 for ready in [*medium.announced.values()]:
@@ -148,6 +159,8 @@ class Coordinator(Work):
                     await asyncio.sleep(PAUSE)
                     continue
                 self._losses += 1
+                if not isinstance(error, Cancelled) and self._trial.lost():
+                    raise self._trial.refused() from error
                 if self._tokens or self._losses >= DECODERS:
                     raise Unavailable(
                         "DECODER_LOST",
@@ -158,6 +171,20 @@ class Coordinator(Work):
             else:
                 await self._events.put(None)  # only now: the decoder has given back what the timeline held
                 return
+            finally:
+                self._trial.end()
+
+    async def _computed(self) -> list[bytes]:
+        """What a decoder is given to compute, as far as it could be at fault."""
+        request = self._request
+        sampling = pb.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        sampling.ClearField("seed")
+        media = [
+            await medium.source.digest() or asked.handle.encode()
+            for medium, asked in zip(self.media, request.media, strict=True)
+        ]
+        return [part.SerializeToString(deterministic=True) for part in (request.prompt, sampling)] + media
 
     async def _decode(self, worker: DecoderWorker) -> None:
         with worker.busy():
@@ -236,6 +263,8 @@ class Coordinator(Work):
             self._began = True
             await self._events.put(rpb.GenerateResponse(started=response.started))
         elif which == "tokens":
+            if not self._tokens:
+                self._trial.passed()
             self._tokens += len(response.tokens.ids)
             await self._events.put(rpb.GenerateResponse(tokens=response.tokens))
         elif which == "visible":

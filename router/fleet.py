@@ -16,6 +16,7 @@ from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.circuit import Circuit
 
 Form: TypeAlias = pb.EntryForm.ValueType
 """Of entries, as the wire has it. Workers may speak of forms that this router has never heard of."""
@@ -84,6 +85,7 @@ class Worker(Generic[C]):
     Attributes:
         running: calls of this router that it works on.
         load: what it said of itself last, running and waiting together, calls of other routers included.
+        circuit: of the calls that it broke.
         silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
@@ -96,6 +98,7 @@ class Worker(Generic[C]):
         self.forms: Mapping[str, Sequence[Form]] = forms or {}
         self.running = 0
         self.load = 0
+        self.circuit = Circuit()
         self.silent = asyncio.Event()
 
     async def attended(self, responses: AsyncGenerator[R, None]) -> AsyncGenerator[R, None]:
@@ -117,10 +120,11 @@ class Worker(Generic[C]):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Counts a call while the block runs."""
+        """Counts a call while the block runs, and one that ended well behind it."""
         self.running += 1
         try:
             yield
+            self.circuit.passed()
         finally:
             self.running -= 1
 

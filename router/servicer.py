@@ -27,6 +27,7 @@ from router.estimate import Estimating
 from router.fleet import Fleet, Served
 from router.media import Inline, Source
 from router.meter import Meter, Telling
+from router.quarantine import SECONDS, Quarantine
 from router.request import check_estimate, check_generate, check_label, item_paths
 from router.spread import Spread
 from router.uploads import UploadLimits, Uploads
@@ -43,6 +44,7 @@ class RouterLimits:
 
     Attributes:
         max_seconds: of one request. Longer deadlines are cut to it, and it stands where there is none.
+        quarantine_seconds: for which what ended workers by itself is refused.
         margin: seconds that the router answers before a client's deadline, so that its word, which names the stage, is
             heard; never more than a quarter of the time there is.
         spread: how the units of a long medium are shared out.
@@ -50,6 +52,7 @@ class RouterLimits:
     """
 
     max_seconds: float = 3600.0
+    quarantine_seconds: float = SECONDS
     margin: float = 0.2
     spread: Spread = field(default_factory=Spread)
     uploads: UploadLimits = field(default_factory=UploadLimits)
@@ -66,6 +69,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self.fleet = fleet
         self.limits = limits or RouterLimits()
         self.uploads = Uploads(self.limits.uploads)
+        self.quarantine = Quarantine(seconds=self.limits.quarantine_seconds)
         self.meter = Meter()
         self._root = tenant_root
 
@@ -98,6 +102,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                     tenant_root=self._root,
                     deadline=deadline,
                     spread=self.limits.spread,
+                    quarantine=self.quarantine,
                 )
                 said["request"] = work.id.hex()
                 async with aclosing(work.run()) as events:

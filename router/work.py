@@ -20,6 +20,7 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.encoding import Encoding
 from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served, common_form
 from router.media import Source
+from router.quarantine import Quarantine, Trial, name
 from router.spread import Spread
 
 SLACK: Final = 1.0
@@ -39,6 +40,7 @@ class Work(ABC):
         credit: bytes of entries each call may have pinned before any is attached.
         spread: how a medium may be shared out.
         priority: of the request among those of its tenant; higher goes first.
+        quarantine: of the router; by default one of its own.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Work(ABC):
         credit: int,
         spread: Spread = WHOLE,
         priority: int = 0,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.fleet = fleet
+        self.quarantine = quarantine or Quarantine()
         self.model = model
         self.root = tenant_root
         self.id = secrets.token_bytes(16)
@@ -171,6 +175,19 @@ class Work(ABC):
 
     def lost(self, worker: EncoderWorker) -> None:
         self.fleet.lost(worker)
+
+    async def trial(self, encoding: Encoding, worker: EncoderWorker) -> Trial:
+        source = encoding.source
+        digest = await source.digest()
+        # What still comes is known by its beginning, and only to others that still come.
+        said = (b"medium", digest) if digest is not None else (b"begun", await source.hint())
+        return self.tried(worker, *said, item=encoding.item)
+
+    def tried(self, worker: EncoderWorker | DecoderWorker, *said: bytes, item: str | None = None) -> Trial:
+        """The trial on a worker of what `said` names. Raises InvalidRequest POISON_INPUT for what ends workers."""
+        subject = name(self.root, *said)
+        self.quarantine.check(subject, item)
+        return self.quarantine.trial(subject, worker.calls, item)
 
     # -- media -------------------------------------------------------------------------------------------------------
 
