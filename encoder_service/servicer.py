@@ -18,6 +18,7 @@ from chiasm.cache.form import Form
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
+from chiasm.pulse import Standing
 from chiasm.rpc.line import line
 from chiasm.rpc.medium import DIGEST_BYTES
 from chiasm.rpc.replica import replica
@@ -49,6 +50,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         turns: its calls, counted and bounded. A medium waits until it is told `go`: before that it waits for others of
             its request, which wait for theirs.
         draining: whether it takes nothing new.
+        standing: of the process.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         me: pb.Replica | None = None,
         turns: Turns | None = None,
         draining: Callable[[], bool] = lambda: False,
+        standing: Callable[[], Standing] = Standing,
     ) -> None:
         self.engine = engine
         self.sandbox = sandbox
@@ -77,6 +80,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         self._family = family
         self._me = me or replica(device="cpu")
         self._draining = draining
+        self._standing = standing
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
         model = epb.EncoderModel(
@@ -103,8 +107,15 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             oldest_wait=to_duration(self.turns.oldest_wait),
             pool_usage=held.pinned_bytes / held.budget,
         )
+        standing = self._standing()
         return epb.EncoderInfoResponse(
-            replica=self._me, models=[model], limits=limits, load=load, draining=self._draining()
+            replica=self._me,
+            models=[model],
+            limits=limits,
+            load=load,
+            draining=self._draining(),
+            missing=standing.missing,
+            stalled=standing.stalled,
         )
 
     async def Encode(

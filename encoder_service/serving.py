@@ -54,7 +54,10 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
                     me=replica(device=settings.device, arena_id=kept.arena_id, shared_store_id=kept.shared_store_id),
                     turns=Turns(max_running=settings.max_running, max_waiting=settings.max_waiting),
                     draining=lambda: process.draining,
+                    standing=lambda: process.standing,
                 )
+                process.watch([engine.device.pulse, engine.publisher.pulse], seconds=settings.pass_seconds)
+                process.needs("the region", kept.there)
                 process.registry.register(collector(servicer))
                 process.server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, servicer)
                 yield
