@@ -16,6 +16,7 @@ from chiasm.errors import InvalidRequest, Overloaded, ServerError
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
 from chiasm.models.forms import attachable
+from chiasm.pulse import Pulse, PulsedThreads
 from chiasm.timeline import UnitName
 from decoder_service.drawer import Drawer
 from decoder_service.engine import DecoderEngine, Work
@@ -103,8 +104,13 @@ class DecoderModel:
         self.stepping: Stepping[DecodeSequence] = Stepping(self.scheduler, self._step)
         self._drawers: dict[DecodeSequence, Drawer] = {}
         self._closed = False
-        self._device = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+        self._device = PulsedThreads(1, "decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @property
+    def pulse(self) -> Pulse:
+        """Of the device's thread."""
+        return self._device.pulse
 
     @property
     def running(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
+from chiasm.pulse import Standing
 from chiasm.rpc.line import line
 from chiasm.rpc.load import Riding, load_of
 from chiasm.rpc.replica import replica
@@ -41,6 +42,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         me: what it tells of its process; by default of a CPU and no arena.
         turns: its calls, counted and bounded. A timeline waits until it is admitted: the pools say how many run.
         draining: whether it takes nothing new.
+        standing: of the process.
 
     Attributes:
         rejections: calls refused for now, by reason.
@@ -57,6 +59,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         me: pb.Replica | None = None,
         turns: Turns | None = None,
         draining: Callable[[], bool] = lambda: False,
+        standing: Callable[[], Standing] = Standing,
     ) -> None:
         self.model = model
         self.name = name
@@ -69,6 +72,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         self._family = family
         self._me = me or replica(device="cpu")
         self._draining = draining
+        self._standing = standing
 
     async def Info(self, request: dpb.DecoderInfoRequest, context: Any) -> dpb.DecoderInfoResponse:
         engine = self.model.engine
@@ -90,8 +94,15 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             max_running=self.model.scheduler.max_running,
             max_waiting=self.turns.max_waiting,
         )
+        standing = self._standing()
         return dpb.DecoderInfoResponse(
-            replica=self._me, models=[model], limits=limits, load=self.load(), draining=self._draining()
+            replica=self._me,
+            models=[model],
+            limits=limits,
+            load=self.load(),
+            draining=self._draining(),
+            missing=standing.missing,
+            stalled=standing.stalled,
         )
 
     def load(self) -> pb.Load:

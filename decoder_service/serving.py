@@ -57,7 +57,10 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
                 me=replica(device=settings.device, arena_id=kept.arena_id, shared_store_id=kept.shared_store_id),
                 turns=Turns(max_waiting=settings.max_waiting, max_cost=settings.max_waiting_tokens),
                 draining=lambda: process.draining,
+                standing=lambda: process.standing,
             )
+            process.watch([decoder.pulse], seconds=settings.pass_seconds)
+            process.needs("the region", kept.there)
             process.registry.register(collector(servicer))
             process.server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, servicer)
             yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from chiasm.attention.backend import VarlenAttention
 from chiasm.cache.form import Form
 from chiasm.models.family import EncoderHalf, Trunk
 from chiasm.models.forms import payloads
+from chiasm.pulse import Pulse, PulsedThreads
 
 Entry: TypeAlias = Callable[[], Tensor]
 """Brings the payload of an entry to the host. Called once, in any thread; may wait."""
@@ -94,7 +95,12 @@ class Device:
         self._attention = attention
         self._trunk = trunk
         self._copies: Copies = CudaCopies(half.device) if half.device.type == "cuda" else NoCopies()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._thread = PulsedThreads(1, "encoder")
+
+    @property
+    def pulse(self) -> Pulse:
+        """Of the passes."""
+        return self._thread.pulse
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Runs something between two passes."""

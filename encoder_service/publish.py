@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from chiasm.cache.sealed import Sealable
 from chiasm.cache.store import EntryStore
 from chiasm.cache.tenant import owner
 from chiasm.errors import Overloaded
+from chiasm.pulse import Pulse, PulsedThreads
 from encoder_service.flights import Flight, Unit, Waiter
 
 THREADS: Final = 2
@@ -40,7 +41,12 @@ class Publisher:
         self.store = store
         self._secret = secret
         self._contract = contract
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
+        self._threads = PulsedThreads(THREADS, "publish")
+
+    @property
+    def pulse(self) -> Pulse:
+        """Of what is brought to the host."""
+        return self._threads.pulse
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Runs something where entries are brought to the host."""

@@ -18,6 +18,7 @@ from chiasm.cache.form import Form
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
+from chiasm.pulse import Standing
 from chiasm.rpc.line import line
 from chiasm.rpc.load import Riding, load_of
 from chiasm.rpc.medium import DIGEST_BYTES
@@ -50,6 +51,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         turns: its calls, counted and bounded. A medium waits until it is told `go`: before that it waits for others of
             its request, which wait for theirs.
         draining: whether it takes nothing new.
+        standing: of the process.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         me: pb.Replica | None = None,
         turns: Turns | None = None,
         draining: Callable[[], bool] = lambda: False,
+        standing: Callable[[], Standing] = Standing,
     ) -> None:
         self.engine = engine
         self.sandbox = sandbox
@@ -78,6 +81,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
         self._family = family
         self._me = me or replica(device="cpu")
         self._draining = draining
+        self._standing = standing
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
         model = epb.EncoderModel(
@@ -97,8 +101,15 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             max_waiting=self.turns.max_waiting,
             max_pinned_bytes=self.engine.store.stats().budget,
         )
+        standing = self._standing()
         return epb.EncoderInfoResponse(
-            replica=self._me, models=[model], limits=limits, load=self.load(), draining=self._draining()
+            replica=self._me,
+            models=[model],
+            limits=limits,
+            load=self.load(),
+            draining=self._draining(),
+            missing=standing.missing,
+            stalled=standing.stalled,
         )
 
     def load(self) -> pb.Load:

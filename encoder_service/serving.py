@@ -58,7 +58,10 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
                         max_cost=settings.max_waiting_patches,
                     ),
                     draining=lambda: process.draining,
+                    standing=lambda: process.standing,
                 )
+                process.watch([engine.device.pulse, engine.publisher.pulse], seconds=settings.pass_seconds)
+                process.needs("the region", kept.there)
                 process.registry.register(collector(servicer))
                 process.server.add("chiasm.rpc.v1.Encoder", encoder_pb2_grpc.add_EncoderServicer_to_server, servicer)
                 yield

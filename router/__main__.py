@@ -36,6 +36,7 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     limits = RouterLimits(
         max_seconds=settings.max_seconds,
         slow_seconds=settings.slow_seconds,
+        quarantine_seconds=settings.quarantine_seconds,
         spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
         admission=AdmissionLimits(
@@ -48,6 +49,7 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     )
     servicer = RouterServicer(fleet, tenant_root=root, limits=limits)
     process.registry.register(servicer.meter)
+    process.registry.register(servicer.quarantine)
     process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, servicer)
     await process.require(PAIR, there=False)
     await fleet.start()

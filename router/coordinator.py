@@ -16,7 +16,15 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from chiasm.errors import ChiasmError, DeadlineExceeded, Overloaded, StatusError, Unavailable
+from chiasm.errors import (
+    Cancelled,
+    ChiasmError,
+    ConnectionFailed,
+    DeadlineExceeded,
+    Overloaded,
+    StatusError,
+    Unavailable,
+)
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -31,6 +39,7 @@ from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served, speaks_as
 from router.laying import opened, ready_at, sized_at
 from router.media import Source
+from router.quarantine import Quarantine
 from router.resume_token import Resumable, ResumeTokens
 from router.spread import Spread
 from router.window import PATIENCE, Window
@@ -41,9 +50,9 @@ _log = logging.getLogger(__name__)
 INITIAL_CREDIT: Final = 64 << 20
 """Bytes of entries a medium may have pinned before any is attached; one unit always passes."""
 
-DECODERS: Final = 2
-"""Decoders that may be lost over one request without having drawn a token of it. What ends two of them may be the
-request itself, and it is not given to a third."""
+DECODERS: Final = 4
+"""Decoders that may be lost over one request without having drawn a token of it: what ends two by itself is refused
+before that (`router.quarantine`)."""
 
 ATTEMPTS: Final = 8
 """Decoders that may be lost over one request in all. Its client may go on with it, later or elsewhere."""
@@ -75,6 +84,7 @@ class Coordinator(Work):
         resumed: Resumable | None = None,
         patience: float = PATIENCE,
         tenant: str = "",
+        quarantine: Quarantine | None = None,
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
@@ -90,6 +100,7 @@ class Coordinator(Work):
             priority=request.priority,
             tenant=tenant,
             keys=affinity_keys(request, tenant_root),
+            quarantine=quarantine,
         )
         self._request = request
         self._basis = Basis(request, model, ResumeTokens(tenant_root), resumed)
@@ -156,11 +167,15 @@ class Coordinator(Work):
 
     async def _run_decoders(self) -> None:
         """Asks a decoder, and another one whenever one is lost."""
+        started = False
         while True:
-            first = self.decoder is None
             worker = await self._choose_decoder()
+            self._trial = self.tried(worker, b"answer", *await self._computed())
+            if await self._trial.begin() and not await self._still_there(worker):
+                continue  # whoever was waited for has ended it
             attempt = self._begin(worker)
-            if first:
+            if not started:
+                started = True
                 for medium in self.media:
                     self.start(medium.run)
             try:
@@ -174,6 +189,8 @@ class Coordinator(Work):
                 if getattr(error, "reason", "") == "DRAINING" and not attempt.heard:
                     await asyncio.sleep(PAUSE)  # it has not begun: that costs the request nothing but a moment
                     continue
+                if not isinstance(error, Cancelled) and self._trial.lost():
+                    raise self._trial.refused() from error
                 self._count_loss(attempt, error)
             except StatusError as error:
                 if error.reason == "NOT_RESUMABLE":
@@ -183,7 +200,29 @@ class Coordinator(Work):
                 self._window.end()  # only now: the decoder has given back what the timeline held
                 return
             finally:
+                self._trial.end()
                 self._stale += attempt.stale
+
+    async def _still_there(self, worker: DecoderWorker) -> bool:
+        try:
+            await worker.calls.reach()
+        except ConnectionFailed:
+            self._trial.end()
+            self.fleet.lost(worker)
+            return False
+        return True
+
+    async def _computed(self) -> list[bytes]:
+        """What a decoder is given to compute, as far as it could be at fault."""
+        request = self._request
+        sampling = pb.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        sampling.ClearField("seed")
+        media = [
+            await medium.source.digest() or asked.handle.encode()
+            for medium, asked in zip(self.media, request.media, strict=True)
+        ]
+        return [part.SerializeToString(deterministic=True) for part in (request.prompt, sampling)] + media
 
     async def _choose_decoder(self) -> DecoderWorker:
         """One that can be reached, and of the model that the tokens told so far came from."""
@@ -249,6 +288,8 @@ class Coordinator(Work):
         which = response.WhichOneof("message")
         if which == "tokens":
             if self._answer.takes_tokens(response.tokens):
+                if not attempt.tokens:
+                    self._trial.passed()
                 attempt.tokens += len(response.tokens.ids)
                 await self._window.put(rpb.GenerateResponse(tokens=response.tokens))
         elif which == "visible":

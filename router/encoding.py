@@ -19,6 +19,7 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.dispatch import Dispatch
 from router.fleet import EncoderWorker
 from router.media import Source
+from router.quarantine import Trial
 from router.spread import Spread
 
 LOST: Final = (ConnectionFailed, Unavailable, Cancelled)
@@ -27,8 +28,9 @@ LOST: Final = (ConnectionFailed, Unavailable, Cancelled)
 PAUSE: Final = 0.1
 """Seconds before another worker is asked, when one was asked that is ending."""
 
-EXECUTIONS: Final = 2
-"""Workers that may be lost over one medium. A medium that ends two of them is not given to a third."""
+LOSSES: Final = 4
+"""Workers that may be lost over one medium in all, for whatever reason. What ends two by itself is refused before that
+(`router.quarantine`); who was beside it, or had not begun, is tried again."""
 
 
 class Request(Protocol):
@@ -55,6 +57,10 @@ class Request(Protocol):
 
     def turned_away(self, worker: EncoderWorker, refusal: Overloaded) -> bool:
         """A worker refused a call before it began. Returns whether another may be asked."""
+        ...
+
+    async def trial(self, encoding: Encoding, worker: EncoderWorker) -> Trial:
+        """Of the medium on a worker. Raises InvalidRequest POISON_INPUT for one that is known to end workers."""
         ...
 
     @property
@@ -105,6 +111,8 @@ class Encoding:
         self._siblings: epb.EncodeSiblings | None = None
         self._gone = False
         self._calls: dict[Dispatch, EncoderWorker] = {}
+        self._trials: dict[Dispatch, Trial] = {}
+        self._beginning: dict[Dispatch, asyncio.Task[None]] = {}
         self._fallen: set[Dispatch] = set()  # calls that broke with a worker that is counted already
         self._first: Dispatch | None = None  # the one for the whole medium, which waits for go
         self._missing: set[int] = set()
@@ -126,9 +134,11 @@ class Encoding:
             self._bring(before - self.held - self.announced.keys())
             return
         self._gone = True
-        self._spread()
+        trial = None if self._first is None else self._trials.get(self._first)
+        if not (self._losses or (trial is not None and trial.suspected)):  # a suspect is tried at one place
+            self._spread()
         if self._first is not None:
-            self._first.go(_go(self._wanted()))
+            self._begin(self._first, lambda: _go(self._wanted()))
 
     def attached(self, unit: int) -> None:
         for call in self._calls:
@@ -221,16 +231,18 @@ class Encoding:
         except InvalidRequest as error:  # an upload that broke off before its first piece
             raise error.at(self.item) from None
         self._attempt += 1
+        trial = await self._request.trial(self, worker)
         call = Dispatch(await self._request.open(self, self._attempt, worker), self.source)
+        self._calls[call] = worker
+        self._trials[call] = trial
         if self._siblings is not None:
             call.siblings(self._siblings)
             if part is not None:
-                call.go(_go(part.units(), afresh=part.afresh, part=True))
+                self._begin(call, lambda: _go(part.units(), afresh=part.afresh, part=True))
             elif self._gone:
-                call.go(_go(self._wanted()))
+                self._begin(call, lambda: _go(self._wanted()))
         if part is None:
             self._first = call
-        self._calls[call] = worker
         try:
             with worker.making(await self.source.hint()):
                 async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
@@ -244,7 +256,9 @@ class Encoding:
                 await asyncio.sleep(PAUSE)
                 return None
             self._count_loss(call, worker)
-            if self._losses >= EXECUTIONS:
+            if not isinstance(error, Cancelled) and trial.lost():
+                raise trial.refused() from error
+            if self._losses >= LOSSES:
                 raise Unavailable(
                     "ENCODER_LOST",
                     f"{self._losses} encoders were lost while they worked on this medium",
@@ -260,11 +274,24 @@ class Encoding:
         except InvalidRequest as error:
             raise error.at(self.item) from None
         finally:
-            del self._calls[call]
+            trial.end()
+            del self._calls[call], self._trials[call]
             self._fallen.discard(call)
+            if (beginning := self._beginning.pop(call, None)) is not None:
+                beginning.cancel()
         if not call.ended:
             raise ServerError("STREAM_BROKEN", "an encoder ended its stream before its medium", item=self.item)
         return call.units
+
+    def _begin(self, call: Dispatch, go: Callable[[], epb.EncodeGo]) -> None:
+        """Tells a call to encode, as soon as it may be tried where it is."""
+        trial = self._trials.get(call)
+        if trial is not None:  # else it was lost, and the next one is told
+            self._beginning[call] = self._request.start(partial(self._tried, call, trial, go))
+
+    async def _tried(self, call: Dispatch, trial: Trial, go: Callable[[], epb.EncodeGo]) -> None:
+        await trial.begin()
+        call.go(go())
 
     def _count_loss(self, call: Dispatch, worker: EncoderWorker) -> None:
         """A worker that is lost is one loss, however many calls about this medium it had."""
@@ -288,7 +315,10 @@ class Encoding:
                 return
             self.announced[ready.unit] = ready
             self._request.on_ready(self, ready)
-        elif which == "end" and part is None:
+        elif which == "end":
+            self._trials[call].passed()
+            if part is not None:
+                return
             self._usage = response.end.usage
             self.times = response.end.times
             self.accounted.set()

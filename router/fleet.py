@@ -18,6 +18,7 @@ from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.circuit import Circuit
 
 Form: TypeAlias = pb.EntryForm.ValueType
 """Of entries, as the wire has it. Workers may speak of forms that this router has never heard of."""
@@ -92,6 +93,7 @@ class Worker(Generic[C]):
         load: what it said of itself last, running and waiting together, calls of other routers included.
         cost: of those, as it said last: patches at an encoder, tokens at a decoder.
         hints: the media that it makes entries of for this router, and how many calls each has.
+        circuit: of the calls that it broke.
         silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
@@ -113,6 +115,7 @@ class Worker(Generic[C]):
         self.load = 0
         self.cost = 0
         self.hints: Counter[bytes] = Counter()
+        self.circuit = Circuit()
         self.silent = asyncio.Event()
         self._full_until = 0.0
 
@@ -181,10 +184,11 @@ class Worker(Generic[C]):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Counts a call while the block runs."""
+        """Counts a call while the block runs, and one that ended well behind it."""
         self.running += 1
         try:
             yield
+            self.circuit.passed()
         finally:
             self.running -= 1
 

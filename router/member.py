@@ -8,14 +8,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from chiasm.errors import ChiasmError, DeadlineExceeded
 from chiasm.rpc.v1 import common_pb2 as pb
 from router.fleet import Form, Reach, Worker
 
-INFO_SECONDS: Final = 5.0
-"""A worker that does not say who it is within this time is not asked anything else."""
+ANSWER_SECONDS: Final = 2.0
+"""A worker that does not say who it is within this time is given nothing new before it has. A question waits a beat, if
+that is longer."""
+
+MISSED: Final = 3
+"""Questions in a row that are not answered, after which a worker stands still, and what it has is given up. However
+busy it is, its loop finds time to answer one of them; and so does the loop that asks."""
 
 FIRST_RETRY: Final = 0.1
 """Seconds to the second question to a worker that did not answer; each later wait is twice as long, up to a beat."""
@@ -39,6 +44,10 @@ class Info(Protocol):
     def load(self) -> pb.Load: ...
     @property
     def draining(self) -> bool: ...
+    @property
+    def missing(self) -> Sequence[str]: ...
+    @property
+    def stalled(self) -> bool: ...
     @property
     def models(self) -> Iterable[Model]: ...
 
@@ -81,7 +90,9 @@ class Member(Generic[C, I]):
 
     @property
     def up(self) -> tuple[Worker[C], I] | None:
-        """The worker and what it says of itself, if it takes requests."""
+        """The worker and what it says of itself, if it takes requests and does not break them."""
+        if self._up is None or not self._up[0].circuit.takes(self._up[0].running):
+            return None
         return self._up
 
     @property
@@ -89,8 +100,16 @@ class Member(Generic[C, I]):
         """Whether no call of this router runs here."""
         return not any(worker.running for worker in (self._worker, *self._before) if worker is not None)
 
+    def is_at(self, worker: object) -> bool:
+        """Whether that worker was the last that answered here."""
+        return worker is self._worker
+
     def doubt(self, worker: Worker[C]) -> None:
         """A call to it broke: it is asked at once, and is not up before it has answered."""
+        if worker is self._worker:
+            worker.circuit.broke()
+            if worker.circuit.resting:
+                asyncio.get_running_loop().call_later(worker.circuit.resting, self._changed)
         if self._up is not None and self._up[0] is worker:
             self._set(None)
             self._doubted.set()
@@ -115,18 +134,22 @@ class Member(Generic[C, I]):
         await self._end()
 
     async def _keep_asking(self) -> None:
-        retry = min(FIRST_RETRY, self._beat)
+        retry, missed = min(FIRST_RETRY, self._beat), 0
         while True:
             self._doubted.clear()
             try:
-                info = await self._ask(timeout=INFO_SECONDS)
+                info = await self._ask(timeout=max(self._beat, ANSWER_SECONDS))
             except ChiasmError as error:
-                if isinstance(error, DeadlineExceeded) and self._worker is not None:
+                missed = missed + 1 if isinstance(error, DeadlineExceeded) else 0
+                if missed >= MISSED and self._worker is not None:
                     self._worker.silent.set()
                 self._set(None)
                 wait, retry = retry, min(2 * retry, self._beat)
             else:
-                self._set(None if info.draining else info)
+                missed = 0
+                if info.stalled and self._worker is not None:
+                    self._worker.silent.set()
+                self._set(None if info.draining or info.missing or info.stalled else info)
                 wait, retry = self._beat, min(FIRST_RETRY, self._beat)
             try:
                 async with asyncio.timeout(wait):
@@ -171,11 +194,11 @@ class Members(Generic[C, I]):
             if member.up is not None:
                 yield member.up
 
-    def doubt(self, worker: object) -> None:
+    def doubt(self, worker: Worker[Any]) -> None:
         """As `Member.doubt`, for whichever member it is."""
         for member in self._members.values():
-            if member.up is not None and member.up[0] is worker:
-                member.doubt(member.up[0])
+            if member.is_at(worker):
+                member.doubt(worker)
 
     async def look_up(self, find: Callable[[str], Awaitable[list[str]]]) -> None:
         """Opens members at new addresses. One that no name stands for any more gets nothing new, and goes when what

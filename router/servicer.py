@@ -30,6 +30,7 @@ from router.estimate import Estimating
 from router.fleet import Fleet, Served
 from router.media import Inline, Source
 from router.meter import Meter, Telling
+from router.quarantine import SECONDS, Quarantine
 from router.request import check_estimate, check_generate, check_label, item_paths
 from router.resume_token import Resumable, ResumeTokens, refused, request_digest
 from router.spread import Spread
@@ -49,6 +50,7 @@ class RouterLimits:
 
     Attributes:
         max_seconds: of one request. Longer deadlines are cut to it, and it stands where there is none.
+        quarantine_seconds: for which what ended workers by itself is refused.
         margin: seconds that the router answers before a client's deadline, so that its word, which names the stage, is
             heard; never more than a quarter of the time there is.
         slow_seconds: that a client is given to read, once as much waits for it as may.
@@ -59,6 +61,7 @@ class RouterLimits:
     """
 
     max_seconds: float = 3600.0
+    quarantine_seconds: float = SECONDS
     margin: float = 0.2
     slow_seconds: float = PATIENCE
     spread: Spread = field(default_factory=Spread)
@@ -89,6 +92,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self.fleet = fleet
         self.limits = limits or RouterLimits()
         self.uploads = Uploads(self.limits.uploads)
+        self.quarantine = Quarantine(seconds=self.limits.quarantine_seconds)
         self.meter = Meter()
         self.admission = Admission(self.limits.admission, several=tenant_of is not None)
         self.local = Tenant(LOCAL, tenant_root, self.limits.quota)
@@ -143,6 +147,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                         spread=self.limits.spread,
                         resumed=resumed,
                         patience=self.limits.slow_seconds,
+                        quarantine=self.quarantine,
                     )
                     said["request"] = work.id.hex()
                     with self._counted(work, said):

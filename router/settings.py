@@ -25,6 +25,12 @@ class RouterSettings(RoleSettings):
     slow_seconds: float = Field(
         30.0, gt=0, le=3600, description="seconds that a client which does not read what waits for it is given"
     )
+    quarantine_seconds: float = Field(
+        600.0,
+        gt=0,
+        le=86_400,
+        description="seconds for which what ended two workers by itself is refused to its tenant",
+    )
     fan_out: int = Field(
         1, ge=1, le=64, description="encoders that share the units of a long video; each gets all of its bytes"
     )

@@ -20,6 +20,7 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.encoding import Encoding
 from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served, common_form
 from router.media import Source
+from router.quarantine import Quarantine, Trial, name
 from router.spread import Spread
 
 SLACK: Final = 1.0
@@ -41,6 +42,7 @@ class Work(ABC):
         priority: of the request among those of its tenant; higher goes first.
         tenant: for whom it is, by whom workers share themselves out.
         keys: what its timeline has in common with others, as `Fleet.decoder` takes them.
+        quarantine: of the router; by default one of its own.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Work(ABC):
         priority: int = 0,
         tenant: str = "",
         keys: Sequence[bytes] = (),
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.fleet = fleet
+        self.quarantine = quarantine or Quarantine()
         self.model = model
         self.root = tenant_root
         self.id = secrets.token_bytes(16)
@@ -197,6 +201,19 @@ class Work(ABC):
         """Raises the refusal that the request was given, if all that is left to ask is full."""
         if self._refusal is not None and worker.full:
             raise self._refusal
+
+    async def trial(self, encoding: Encoding, worker: EncoderWorker) -> Trial:
+        source = encoding.source
+        digest = await source.digest()
+        # What still comes is known by its beginning, and only to others that still come.
+        said = (b"medium", digest) if digest is not None else (b"begun", await source.hint())
+        return self.tried(worker, *said, item=encoding.item)
+
+    def tried(self, worker: EncoderWorker | DecoderWorker, *said: bytes, item: str | None = None) -> Trial:
+        """The trial on a worker of what `said` names. Raises InvalidRequest POISON_INPUT for what ends workers."""
+        subject = name(self.root, *said)
+        self.quarantine.check(subject, item)
+        return self.quarantine.trial(subject, worker.calls, item)
 
     # -- media -------------------------------------------------------------------------------------------------------
 

@@ -191,6 +191,10 @@ class Region:
         """Whether a process holds a slot."""
         return slot == self.slot or _held_by_others(self._fd, _FIRST_SLOT + slot)
 
+    def is_there(self) -> bool:
+        """Whether its path still leads to it: who opens that now finds the same region."""
+        return _is_at(self._fd, self.path)
+
     def unlink(self) -> None:
         """Takes the name away, if it is still this region's."""
         if _is_at(self._fd, self.path):

@@ -56,6 +56,8 @@ class Worker:
 
     The process is watched and signalled through a descriptor of its own, so that neither a reused process id nor
     another watcher of children can come between. To be made inside a running event loop, in which it then lives.
+
+    Raises OSError if the machine has no process or no descriptor left for it; nothing is left behind then.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -79,7 +81,13 @@ class Worker:
             raise
         finally:
             theirs.close()
-        self._handle = os.pidfd_open(self._process.pid)
+        try:
+            self._handle = os.pidfd_open(self._process.pid)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self.connection.close()
+            raise
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._handle, self._reap)
         self.ended: asyncio.Future[int] = self._loop.create_future()

@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from chiasm.errors import InvalidRequest, ServerError, StatusError
+from chiasm.errors import InvalidRequest, Overloaded, ServerError, StatusError
 from chiasm.media import framing
 from chiasm.media.job import Job
 from chiasm.media.open import check
@@ -33,6 +33,8 @@ LINGER = 0.5
 # Videos that are being decoded, for each process that works: the others wait for their readers. They take memory and no
 # processor.
 LONG = 4
+# Seconds after which a medium may come again that no process could be started for.
+RETRY_SECONDS = 1.0
 # Processor time is what is limited; the clock only catches a worker that sleeps, on a machine that may be busy.
 _WALL_FACTOR = 10.0
 _WALL_EXTRA = 30.0
@@ -93,6 +95,7 @@ class Sandbox:
                 MEDIA_DECODE_FAILED, MEDIA_UNSUPPORTED, NO_FRAMES, NO_VIDEO_STREAM, POISON_INPUT (the worker died of
                 it, twice).
             ServerError: MEDIA_UNCONFINED, a worker could not give up what it must and has read nothing.
+            Overloaded: MEDIA_PROCESSES, the machine has no room for a worker now.
         """
         try:
             check(source, self.limits)
@@ -262,7 +265,12 @@ class Sandbox:
             if not worker.ended.done():
                 return worker
             self._end(worker)
-        worker = Worker(self.limits)
+        try:
+            worker = Worker(self.limits)
+        except OSError as error:
+            raise Overloaded(
+                "MEDIA_PROCESSES", "no process could be started that opens media", retry_after=RETRY_SECONDS
+            ) from error
         self._living.add(worker)
         return worker
 

@@ -38,6 +38,7 @@ class Crossing:
 
     Attributes:
         arena_id: 16 bytes, of the node's region.
+        there: whether that is still where others would look for it. What nodes share need not be reached.
         shared_store_id: 16 bytes, of the store that nodes share; None if there is none.
         link: the slowest of the stores that an entry may come through.
     """
@@ -46,6 +47,7 @@ class Crossing:
     arena_id: bytes
     shared_store_id: bytes | None
     link: EntryStore
+    there: Callable[[], bool]
 
 
 @asynccontextmanager
@@ -58,7 +60,7 @@ async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
     with closing(await asyncio.to_thread(region, settings)) as opened:
         near = ArenaStore(opened, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
         if server is None:
-            yield Crossing(near, opened.arena_id, None, near)
+            yield Crossing(near, opened.arena_id, None, near, opened.is_there)
             return
         link = Link(
             server,
@@ -75,7 +77,7 @@ async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
         )
         policy = WritePolicy(settings.redis_policy)
         async with aclosing(TieredStore(near, far, policy=policy, behind_bytes=settings.redis_behind_bytes)) as tiers:
-            yield Crossing(tiers, opened.arena_id, store_id(server.url, settings.redis_namespace), far)
+            yield Crossing(tiers, opened.arena_id, store_id(server.url, settings.redis_namespace), far, opened.is_there)
 
 
 @contextmanager

@@ -38,13 +38,14 @@ class PlainPort:
     """Serves the plain port while it is entered (`async with`), from the event loop that it tells of.
 
     * `/metrics`: the registry in Prometheus' text format, collected on the event loop; 503 if that does not answer.
-    * `/healthz`: 200, or 503 when the loop has not run for `stalled` seconds. It asks nothing else of the process.
+    * `/healthz`: 200, or 503 when the loop has not run for `stalled` seconds, or a thread hangs.
     * `/readyz`: 200, or 503 with what is missing. Both say it as JSON, for people.
 
     Args:
         address: `HOST:PORT`; port 0 takes a free one. See `address`.
         registry: of this process.
         missing: what the process still needs before it can take calls; nothing when it is ready. Called in a thread.
+        hanging: names of the threads that hang. Called in a thread.
         stalled, patience: seconds, as the constants of these names.
 
     Raises OSError on entering when the address cannot be taken.
@@ -56,6 +57,7 @@ class PlainPort:
         *,
         registry: CollectorRegistry,
         missing: Callable[[], Sequence[str]],
+        hanging: Callable[[], Sequence[str]] = tuple,
         stalled: float = STALLED,
         patience: float = PATIENCE,
     ) -> None:
@@ -63,6 +65,7 @@ class PlainPort:
         """`HOST:PORT`; the port is known once it is entered."""
         self._registry = registry
         self._missing = missing
+        self._hanging = hanging
         self._stalled = stalled
         self._patience = patience
         self._beat = time.monotonic()
@@ -107,8 +110,10 @@ class PlainPort:
             status, body = "405 Method Not Allowed", _json(error="only GET is answered")
         elif path == "/healthz":
             silent = time.monotonic() - self._beat
-            alive = silent < self._stalled
-            status, body = _status(alive), _json(alive=alive, seconds_since_heartbeat=round(silent, 3))
+            hanging = list(self._hanging())
+            alive = silent < self._stalled and not hanging
+            body = _json(alive=alive, seconds_since_heartbeat=round(silent, 3), hanging=hanging)
+            status = _status(alive)
         elif path == "/readyz":
             missing = list(self._missing())
             status, body = _status(not missing), _json(ready=not missing, missing=missing)

@@ -15,7 +15,8 @@ call has ended:
 
 It logs, in this order: `starting` {role, version, pid}, `loading` {model, done, total} as often as the role says so,
 `listening` {target, http}, `ready` {target, http, seconds} when nothing is `missing` for the first time (after that
-`not ready` {missing} and `ready again`), `draining` {seconds}, `stopped`.
+`not ready` {missing} and `ready again`; `no progress` {work, seconds} when a thread hangs, `progress` when it goes
+on), `draining` {seconds}, `stopped`.
 
 The address is taken before the role is entered, so that one which is in use is told at once. The plain port answers
 from the beginning. A signal (SIGTERM, SIGINT) or, when supervised, the end of standard input makes the process drain:
@@ -38,14 +39,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from functools import partial
 from importlib import metadata
 from typing import Final, NoReturn, TypeAlias, TypeVar
 
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from chiasm import log
 from chiasm.errors import Cancelled, CheckpointError, ChiasmError, StatusError
+from chiasm.pulse import Pulse, Standing
 from chiasm.rpc import limits
 from chiasm.rpc.http import STALLED, PlainPort
 from chiasm.rpc.server import Server
@@ -67,8 +70,12 @@ _FIXES = {
     "ARENA_NO_SPACE": "give a smaller --arena-bytes, or more shared memory",
 }
 
+LOOK: Final = 0.5
+"""Seconds between two looks at what a process needs and at whether its threads get on."""
+
 _LOADING_INTERVAL = 0.5
 _STARTING = "start"
+_PROGRESS = "progress"
 _log = logging.getLogger(__name__)
 
 
@@ -94,10 +101,17 @@ class Process:
         self.role = role
         self.server = Server(settings.listen, message_bytes=message_bytes)
         self.registry = CollectorRegistry()
+        self._progress = Gauge(
+            "chiasm_seconds_without_progress", "Since a thread that has work has finished any.", ["thread"],
+            registry=self.registry,
+        )  # fmt: skip
         self._settings = settings
         self._stalled = stalled
         self._overtime = overtime
         self._began = time.monotonic()
+        self._pulses: list[tuple[Pulse, float]] = []
+        self._needs: dict[str, Callable[[], bool]] = {}
+        self._told_hanging: frozenset[str] = frozenset()
         self._missing = frozenset({_STARTING})  # replaced, never changed: the plain port reads it in its threads
         self._http = "none"
         self.listening = False
@@ -131,6 +145,30 @@ class Process:
         alive and not ready."""
         self._missing = self._missing - {what} if there else self._missing | {what}
         await self._tell()
+
+    @property
+    def hanging(self) -> Sequence[str]:
+        """Threads that have work and finish none of it."""
+        return [pulse.name for pulse, seconds in self._pulses if pulse.seconds > seconds]
+
+    @property
+    def standing(self) -> Standing:
+        """As those are told who ask it for more than its health. Who is answered is not waiting for its start."""
+        return Standing(sorted(self._missing - {_STARTING}), bool(self.hanging))
+
+    def watch(self, pulses: Sequence[Pulse], *, seconds: float) -> None:
+        """Has the process count as dead when one of its threads hangs.
+
+        Args:
+            seconds: that one piece of work may take.
+        """
+        self._pulses += [(pulse, seconds) for pulse in pulses]
+        for pulse in pulses:
+            self._progress.labels(pulse.name).set_function(partial(_seconds, pulse))
+
+    def needs(self, what: str, there: Callable[[], bool]) -> None:
+        """Has the process be ready only while something is there; asked twice a second, on the event loop."""
+        self._needs[what] = there
 
     def loading(self, model: str, done: int, total: int) -> None:
         """Logs how many bytes of a model's weights are loaded; twice a second, and the last.
@@ -171,7 +209,11 @@ class Process:
             async with AsyncExitStack() as stack:
                 if settings.http != "none":
                     port = PlainPort(
-                        settings.http, registry=self.registry, missing=lambda: self.missing, stalled=self._stalled
+                        settings.http,
+                        registry=self.registry,
+                        missing=lambda: self.missing,
+                        hanging=lambda: self.hanging,
+                        stalled=self._stalled,
                     )
                     self._http = (await stack.enter_async_context(port)).address
                 self.server.bind()
@@ -189,10 +231,36 @@ class Process:
         self._missing -= {_STARTING}
         _log.info("listening", extra={"target": self.server.target, "http": self._http})
         await self._tell()
+        looking = asyncio.create_task(self._keep_looking())
         await self._ending.wait()
+        looking.cancel()
         _log.info("draining", extra={"seconds": settings.drain_seconds})
         await self.require("draining", there=False)
         await self.server.stop(settings.drain_seconds)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except Exception:
+                _log.exception("a look at the process failed")
+            await asyncio.sleep(LOOK)
+
+    async def _look(self) -> None:
+        for what, there in self._needs.items():
+            if (what not in self._missing) is not (found := there()):
+                await self.require(what, there=found)
+        hanging = frozenset(self.hanging)
+        if hanging == self._told_hanging:
+            return
+        for pulse, _ in self._pulses:
+            if pulse.name in hanging - self._told_hanging:
+                _log.error("no progress", extra={"work": pulse.name, "seconds": round(pulse.seconds, 3)})
+            elif pulse.name in self._told_hanging - hanging:
+                _log.warning("progress", extra={"work": pulse.name})
+        self._told_hanging = hanging
+        await self.server.set_alive(not hanging)
+        await self.require(_PROGRESS, there=not hanging)
 
     async def _tell(self) -> None:
         ready = not self._missing
@@ -270,6 +338,10 @@ def lines(error: ChiasmError | OSError) -> tuple[str, str, str]:
         what = error.message if isinstance(error, StatusError) else str(error)
         where, fix = error.reason, _FIXES.get(error.reason, "change what it names, and start again")
     return f"error: {what}", f"  where  {where}", f"  fix    {fix}"
+
+
+def _seconds(pulse: Pulse) -> float:
+    return pulse.seconds
 
 
 def _program(kind: type[RoleSettings]) -> str:

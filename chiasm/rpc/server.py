@@ -136,6 +136,11 @@ class Server:
         for name in ("", READINESS, *self._services):
             await self._health.set(name, word)
 
+    async def set_alive(self, alive: bool) -> None:
+        """Says through health whether the process works at all."""
+        word = health_pb2.HealthCheckResponse.SERVING if alive else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(LIVENESS, word)
+
     async def stop(self, grace: float | None = None) -> None:
         """Takes no new call, waits up to `grace` seconds for the running ones, cancels the rest. None waits not at all.
 

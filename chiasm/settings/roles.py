@@ -111,6 +111,12 @@ class WorkerSettings(SharedStoreSettings, RoleSettings):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
         default=None, description="what it computes in; default: float32 on a CPU, else the checkpoint's own"
     )
+    pass_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        le=3600,
+        description="what one pass of the model may take; a worker that finishes none for so long, and has some, hangs",
+    )
     redis_ttl: float = Field(
         default=3600.0, ge=1, le=30 * 86_400, description="seconds that an entry is kept in it after its last use"
     )

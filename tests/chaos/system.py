@@ -54,7 +54,9 @@ class Scenario:
 
     nodes: int
     faults: tuple[str, ...] = ()
-    allowed: frozenset[str] = frozenset({"DECODER_LOST", "ENCODER_LOST", "ENTRY_MISSING", "SHARED_STORE"})
+    allowed: frozenset[str] = frozenset(
+        {"DECODER_LOST", "ENCODER_LOST", "ENTRY_MISSING", "SHARED_STORE", "POISON_INPUT"}
+    )
     modules: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 import pytest
 
-from chiasm.errors import InvalidRequest, ServerError
+from chiasm.errors import InvalidRequest, Overloaded, ServerError
 from chiasm.media import confine, framing
 from chiasm.media.listed import Listed
 from chiasm.media.sandbox import LONG, Sandbox
@@ -567,3 +567,32 @@ def test_a_message_survives_the_way() -> None:
     assert framing.unpack(body) == ({"is": "frame", "offset": 0.1}, [3, 0])
     with pytest.raises(ValueError, match="JSON"):
         framing.pack({"offset": float(np.nan)})
+
+
+@pytest.mark.parametrize("lacking", ["descriptors", "processes", "handles"])
+async def test_m46_a_machine_without_room_for_a_process_refuses_for_now_and_recovers(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with Sandbox() as sandbox:
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            if lacking == "descriptors":
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            elif lacking == "processes":
+                monkeypatch.setattr("chiasm.media.process.subprocess.Popen", refuse)
+            else:
+                monkeypatch.setattr("chiasm.media.process.os.pidfd_open", refuse)
+            for _ in range(3):
+                with pytest.raises(Overloaded) as caught:
+                    await sandbox.probe(PICTURE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            monkeypatch.undo()
+        assert (caught.value.code, caught.value.reason) == ("RESOURCE_EXHAUSTED", "MEDIA_PROCESSES")
+        assert caught.value.retryable and not sandbox.pids
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert (await sandbox.probe(PICTURE)).found == "PNG"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from chiasm.cache.memory import MemoryStore
-from chiasm.errors import DeadlineExceeded, ServerError, Unavailable
+from chiasm.errors import DeadlineExceeded, InvalidRequest, ServerError, Unavailable
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -212,11 +212,21 @@ async def test_an_encoder_lost_after_its_last_word_is_not_replaced() -> None:
 
 async def test_a_medium_that_ends_two_encoders_is_not_given_to_a_third() -> None:
     async with running() as service:
+        fleet = MeddledFleet(service, encoder=dies_before("ready", times=9))
+        with pytest.raises(InvalidRequest) as caught:
+            await answer(fleet, question("Read the digits.", image(digits.shipped_images()[0][0].read_bytes())))
+        assert (caught.value.reason, caught.value.item) == ("POISON_INPUT", "messages[0].content[1]")
+        assert not caught.value.retryable and fleet.encoders is not None and fleet.encoders.calls == 2
+        await settled(service)
+
+
+async def test_a_medium_that_was_not_begun_is_innocent_of_the_encoders_that_are_lost_and_is_given_to_four() -> None:
+    async with running() as service:
         fleet = MeddledFleet(service, encoder=dies_before("probed", times=9))
         with pytest.raises(Unavailable) as caught:
             await answer(fleet, question("Read the digits.", image(digits.shipped_images()[0][0].read_bytes())))
         assert (caught.value.reason, caught.value.item) == ("ENCODER_LOST", "messages[0].content[1]")
-        assert caught.value.retryable and fleet.encoders is not None and fleet.encoders.calls == 2
+        assert caught.value.retryable and fleet.encoders is not None and fleet.encoders.calls == 4
         await settled(service)
 
 
@@ -267,9 +277,9 @@ async def test_a_decoder_lost_after_some_tokens_is_replaced_and_nothing_is_encod
 async def test_a_request_that_ends_two_decoders_is_not_given_to_a_third() -> None:
     async with running() as service:
         fleet = MeddledFleet(service, decoder=dies_before("started", times=9))
-        with pytest.raises(Unavailable) as caught:
+        with pytest.raises(InvalidRequest) as caught:
             await answer(fleet, question("Say something."))
-        assert caught.value.reason == "DECODER_LOST" and fleet.decoders is not None and fleet.decoders.calls == 2
+        assert caught.value.reason == "POISON_INPUT" and fleet.decoders is not None and fleet.decoders.calls == 2
         await settled(service)
 
 

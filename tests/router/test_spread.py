@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chiasm.errors import Unavailable
+from chiasm.errors import InvalidRequest, Unavailable
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.fleet import DecoderWorker, EncoderWorker, Served
@@ -97,9 +97,9 @@ async def test_two_losses_over_one_medium_are_the_last_whoever_is_lost() -> None
     async with running() as service:
         meddle = dies_before("ready")
         fleet = MeddledFleet(service, encoder=meddle, others=[meddle])
-        with pytest.raises(Unavailable) as caught:
+        with pytest.raises(InvalidRequest) as caught:
             await answer(fleet, question("Read the digits.", video(CLIP.path.read_bytes())), spread=TWO)
-        assert caught.value.reason == "ENCODER_LOST"
+        assert caught.value.reason == "POISON_INPUT"
         await settled(service)
 
 

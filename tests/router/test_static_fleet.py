@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import decoder_pb2_grpc, encoder_pb2_grpc
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from router.circuit import BROKEN, FIRST_REST
 from router.fleet import EncoderCalls, EncoderWorker, Form, Served, common_form
 from router.member import Member, Members, addresses
 from router.remote import RemoteEncoder
@@ -42,9 +43,17 @@ class Encoder(encoder_pb2_grpc.EncoderServicer):
         self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=arena, shared_store_id=shared)
         self.models = [epb.EncoderModel(name=model, fingerprint=fingerprint, forms=forms)]
         self.draining = False
+        self.missing: list[str] = []
+        self.stalled = False
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
-        return epb.EncoderInfoResponse(replica=self.replica, models=self.models, draining=self.draining)
+        return epb.EncoderInfoResponse(
+            replica=self.replica,
+            models=self.models,
+            draining=self.draining,
+            missing=self.missing,
+            stalled=self.stalled,
+        )
 
 
 class Decoder(decoder_pb2_grpc.DecoderServicer):
@@ -417,3 +426,69 @@ async def test_a_name_that_nobody_knows_stands_for_none_and_breaks_nothing() -> 
         async with fleet_of([nobody, "dns:///no.such.name.invalid:1"], [nobody], patience=0.2) as fleet:
             await asyncio.sleep(0.2)
             assert fleet.models() == {}
+
+
+async def test_a_worker_that_lacks_something_is_not_chosen_and_goes_on_with_what_it_has() -> None:
+    encoder = Encoder()
+    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+        model = await known(fleet)
+        worker = await fleet.encoder(model, await fleet.decoder(model), hint=b"")
+        encoder.missing = ["the region"]
+        await until(lambda: not fleet.models()["m"].ready)
+        assert not worker.silent.is_set()
+        encoder.missing = []
+        await until(lambda: fleet.models()["m"].ready)
+        assert await fleet.encoder(model, await fleet.decoder(model), hint=b"") is worker
+
+
+async def test_a_worker_that_answers_and_whose_device_stands_still_is_given_up_with_what_it_has() -> None:
+    encoder = Encoder()
+    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+        model = await known(fleet)
+        worker = await fleet.encoder(model, await fleet.decoder(model), hint=b"")
+        encoder.stalled = True
+        await asyncio.wait_for(worker.silent.wait(), 10)
+        assert not fleet.models()["m"].ready
+
+
+async def test_an_answer_may_take_a_beat_and_never_less_than_a_busy_machine_needs() -> None:
+    given: list[float] = []
+
+    async def ask(*, timeout: float) -> epb.EncoderInfoResponse:  # noqa: ASYNC109
+        given.append(timeout)
+        return epb.EncoderInfoResponse()
+
+    async def end() -> None:
+        pass
+
+    async def asked(beat: float) -> None:
+        given.clear()
+        calls: EncoderCalls = RemoteEncoder("127.0.0.1:1")
+        member = Member(calls, ask, end, lambda: None, beat=beat)
+        await until(lambda: bool(given))
+        await member.close()
+
+    await asked(3.0)
+    assert given[0] == 3.0
+    await asked(0.01)
+    assert given[0] == 2.0
+
+
+async def test_a_worker_that_says_who_it_is_and_breaks_every_call_rests_and_is_then_given_one() -> None:
+    async with serving(Encoder()) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+        model = await known(fleet)
+        decoder = await fleet.decoder(model)
+        worker = await fleet.encoder(model, decoder, hint=b"")
+        for _ in range(BROKEN):
+            await until(lambda: fleet.models()["m"].ready)
+            fleet.lost(worker)
+        assert worker.circuit.open
+        given = await fleet.encoder(model, decoder, hint=b"")  # waits
+        assert given is worker and not worker.circuit.resting
+        with suppress(ConnectionFailed), worker.busy():
+            assert not fleet.models()["m"].ready, "one at a time"
+            raise ConnectionFailed("it broke again")
+        fleet.lost(worker)
+        assert worker.circuit.resting > FIRST_REST
+        worker.circuit.passed()
+        await until(lambda: fleet.models()["m"].ready)

@@ -645,8 +645,12 @@ class EncoderInfoResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """Is true when it takes nothing new and finishes what it has."""
+    stalled: _builtins.bool
+    """Is true when what it has makes no progress: its device has not finished a pass for longer than one may take."""
     @_builtins.property
     def replica(self) -> _common_pb2.Replica:
         """Says who."""
@@ -663,6 +667,10 @@ class EncoderInfoResponse(_message.Message):
     def load(self) -> _common_pb2.Load:
         """Says how busy it is."""
 
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names what it lacks to take anything new, for people. Empty: nothing."""
+
     def __init__(
         self,
         *,
@@ -671,10 +679,12 @@ class EncoderInfoResponse(_message.Message):
         limits: Global___EncoderLimits | None = ...,
         load: _common_pb2.Load | None = ...,
         draining: _builtins.bool = ...,
+        missing: _abc.Iterable[_builtins.str] | None = ...,
+        stalled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "load", b"load", "replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "limits", b"limits", "load", b"load", "models", b"models", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "limits", b"limits", "load", b"load", "missing", b"missing", "models", b"models", "replica", b"replica", "stalled", b"stalled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
