@@ -162,7 +162,12 @@ class Worker(Generic[C]):
     @property
     def full(self) -> bool:
         """It has refused a call and asked not to be given another yet."""
-        return time.monotonic() < self._full_until
+        return self.full_for > 0
+
+    @property
+    def full_for(self) -> float:
+        """Seconds until it may be given another; 0 for one that is not full."""
+        return max(self._full_until - time.monotonic(), 0.0)
 
     def refused(self, seconds: float) -> None:
         """It has refused a call, for so long. That is no fault: calls that it has go on."""

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,7 +24,6 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
 from router.admission import Admission, AdmissionLimits, check_fits, cost_of
-from router.basis import model_changed
 from router.coordinator import Coordinator
 from router.estimate import Estimating
 from router.fleet import Fleet, Served
@@ -124,13 +123,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             check_generate(request)
             tenant = tenant or self.local
             resumed = self._resumed(request, tenant)
-            with self.admission.admit(tenant, cost_of(request), seconds=deadline - time.monotonic()) as admitted:
+            left, begins = deadline - time.monotonic(), resumed is None
+            with self.admission.admit(tenant, cost_of(request), seconds=left, waits=begins) as admitted:
                 model = await self._find(request.model, deadline)
                 check_fits(request, model.context_limit)
                 if resumed is not None:
                     said["resumes"] = resumed.label
-                    if resumed.fingerprint != model.fingerprint:
-                        raise model_changed()
+                    model = replace(model, fingerprint=resumed.fingerprint)  # there may be several under one name
                 async with self._sources(request, tenant, deadline) as sources:
                     work = Coordinator(
                         request,
@@ -165,19 +164,21 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             deadline = self._deadline(timeout)
             check_estimate(request)
             tenant = tenant or self.local
-            model = await self._find(request.model, deadline)
-            async with self._sources(request, tenant, deadline) as sources:
-                work = Estimating(
-                    request,
-                    sources,
-                    self.fleet,
-                    model,
-                    tenant_root=tenant.root,
-                    tenant=tenant.name,
-                    deadline=deadline,
-                )
-                said["request"] = work.id.hex()
-                return await work.run()
+            left = deadline - time.monotonic()
+            with self.admission.admit(tenant, cost_of(request), seconds=left, waits=False):
+                model = await self._find(request.model, deadline)
+                async with self._sources(request, tenant, deadline) as sources:
+                    work = Estimating(
+                        request,
+                        sources,
+                        self.fleet,
+                        model,
+                        tenant_root=tenant.root,
+                        tenant=tenant.name,
+                        deadline=deadline,
+                    )
+                    said["request"] = work.id.hex()
+                    return await work.run()
 
     async def upload(
         self, requests: AsyncIterator[rpb.UploadRequest], *, label: str = "", tenant: Tenant | None = None

@@ -103,8 +103,8 @@ async def test_text_and_early_units_are_prefilled_while_later_units_are_still_en
         fleet = MeddledFleet(service, encoder=slowly)
         asking = asyncio.create_task(answer(fleet, question("Read the digits.", video(clip.path.read_bytes()))))
         engine = service.decoder.engine
-        await until(lambda: engine.holdings.held.visual == 3 * 5 and engine.holdings.held.pages > 0)
-        assert len(ready) == 4 and not asking.done()
+        await until(lambda: len(ready) == 4 and engine.holdings.held.visual == 3 * 5 and engine.holdings.held.pages > 0)
+        assert not asking.done()
         gate.set()
         assert (await asking).text == clip.answer
         await settled(service)
