@@ -119,8 +119,8 @@ class Estimating(Work):
             told.put(sized_at(medium, final=True))
         with worker.busy():
             calls = worker.calls.decode(told.messages(), timeout=self.allowance)
-            async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
-                async for response in responses:
+            async with aclosing(calls), worker.heard_of():
+                async for response in calls:
                     if response.HasField("admitted"):
                         return response.admitted
         raise ServerError("STREAM_BROKEN", "the decoder ended its stream without an estimate")
