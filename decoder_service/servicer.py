@@ -6,11 +6,12 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any
 
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.pulse import Standing
+from chiasm.rpc.cost import BYTES_PER_TOKEN, answer_tokens
 from chiasm.rpc.line import line
 from chiasm.rpc.load import Riding, load_of
 from chiasm.rpc.replica import replica
@@ -23,12 +24,6 @@ from decoder_service.decoding import Decoding
 from decoder_service.model import DecoderModel
 
 _log = logging.getLogger(__name__)
-
-ANSWER_TOKENS: Final = 256
-"""What an answer is taken to have, in tokens, whose request does not bound it."""
-
-BYTES_PER_TOKEN: Final = 4
-"""Of text, about."""
 
 _MODES = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN, dpb.SAMPLE_MODE_ESTIMATE)
 
@@ -140,7 +135,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         told |= {"request": first.open.request_id.hex(), "attempt": first.open.attempt}
         self._check(first.open)
         estimate = first.open.sample == dpb.SAMPLE_MODE_ESTIMATE
-        answer = 0 if estimate else (first.open.sampling.max_tokens or ANSWER_TOKENS) * max(first.open.sampling.n, 1)
+        answer = 0 if estimate else answer_tokens(first.open.sampling)
         # What it is known by before its prompt is read and its media are sized.
         turn.weigh(first.open.prompt.ByteSize() // BYTES_PER_TOKEN + answer)
         decoding = Decoding(self.model, first.open)

@@ -15,23 +15,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from chiasm.rpc.cost import BYTES_PER_TOKEN, answer_tokens
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.memory import REQUESTS, UPLOADS, Memory
 from router.pace import Pace
 from router.tenants import Account, Tenant
 
-BYTES_PER_TOKEN: Final = 4
-"""Of text, about."""
-
 BYTES_PER_VISUAL_TOKEN: Final = 256
 """Of a compressed picture, about: one of 640x640 has 100 KB and 400 tokens."""
 
 MEDIUM_TOKENS: Final = 1024
 """What a medium is taken to have whose bytes are not with the request."""
-
-ANSWER_TOKENS: Final = 256
-"""What an answer is taken to have whose request does not bound it."""
 
 SHARE: Final = 8
 """A tenant may have so many times what is free, where there are several. One alone then has eight ninths of all, and
@@ -45,13 +40,13 @@ RETRY_SECONDS: Final = 1.0
 """At least, until a refused request may come again."""
 
 
-def cost_of(request: rpb.GenerateRequest) -> int:
+def cost_of(request: rpb.GenerateRequest | rpb.EstimateRequest) -> int:
     """Tokens of prompt, media and answers, about."""
     prompt = request.prompt
     ids = sum(len(part.tokens.ids) for part in prompt.plain.parts)
     text = (prompt.ByteSize() - ids) // BYTES_PER_TOKEN
-    answer = request.sampling.max_tokens or ANSWER_TOKENS
-    return text + ids + sum(map(_medium, request.media)) + answer * max(request.sampling.n, 1)
+    answer = answer_tokens(request.sampling) if isinstance(request, rpb.GenerateRequest) else 0
+    return text + ids + sum(map(_medium, request.media)) + answer
 
 
 def _medium(medium: pb.Media) -> int:
@@ -130,12 +125,14 @@ class Admission:
         self._memory.check(UPLOADS)
 
     @contextmanager
-    def admit(self, tenant: Tenant, cost: int, *, seconds: float) -> Iterator[Admitted]:
+    def admit(self, tenant: Tenant, cost: int, *, seconds: float, waits: bool = True) -> Iterator[Admitted]:
         """Takes a request while the block lasts.
 
         Args:
             cost: in tokens (`cost_of`).
             seconds: to its deadline.
+            waits: for a first token. One that asks for none, or that has it and goes on, is only counted: its wait is
+                not foretold, and nobody's from it.
 
         Raises DeadlineExceeded if there is no time left, and Overloaded, with a time to try again: MEMORY_FULL,
         TENANT_QUOTA, QUEUE_FULL for what is in flight, TOO_LATE for a request that would wait longer than it may.
@@ -147,12 +144,11 @@ class Admission:
             self._memory.check(REQUESTS)
             account.check(tenant.quota, cost)
             self._check_bounds(account, cost)
-            self._check_wait(account, seconds)
-            admitted = Admitted(self, account, cost)
+            if waits:
+                self._check_wait(account, seconds)
             account.spend(tenant.quota, cost)
             self._count(account, 1, cost)
-            self._wait_for(account, 1, cost)
-            self._pace.came(cost)
+            admitted = Admitted(self, account, cost, waits=waits)
             try:
                 yield admitted
             finally:
@@ -205,11 +201,14 @@ class Admission:
 class Admitted:
     """One request that was taken."""
 
-    def __init__(self, admission: Admission, account: Account, cost: int) -> None:
+    def __init__(self, admission: Admission, account: Account, cost: int, *, waits: bool) -> None:
         self._admission = admission
         self._account = account
         self._cost = cost
-        self._waits = True
+        self._waits = waits
+        if waits:
+            admission._wait_for(account, 1, cost)
+            admission._pace.came(cost)
 
     def began(self) -> None:
         """Its answer has begun. May be said again."""

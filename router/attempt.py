@@ -34,7 +34,7 @@ class Attempt:
         heard: it has said something: what it was asked for has begun.
         tokens: that it drew and the client was told.
         stale: what it said in the name of another attempt; nobody was told that.
-        done: nothing more is to be told of it.
+        over: nothing more comes of it.
     """
 
     def __init__(self, number: int, worker: DecoderWorker) -> None:
@@ -46,22 +46,25 @@ class Attempt:
         self.heard = False
         self.tokens = 0
         self.stale = 0
-        self.done = False
+        self.over = False
 
     async def run(
         self,
         on: Callable[[dpb.DecodeResponse], Awaitable[bool]],
+        whole: Callable[[], Awaitable[None]],
         *,
         timeout: float | None,  # noqa: ASYNC109 - it is the call's deadline
     ) -> None:
-        """Follows the decoder until `on`, which is given each of its responses, says that the answer is complete. The
-        call is over then, as it is when this raises or is cancelled: nothing of it reaches anybody later.
+        """Follows the decoder until `on`, which is given each of its responses, says that the answer is complete. Then
+        `whole` is awaited, whatever becomes of the decoder meanwhile. The call is over when this returns, as it is when
+        this raises or is cancelled: nothing of it reaches anybody later.
 
         Raises ChiasmError: what the decoder answered, how the call broke, Unavailable WORKER_SILENT or STREAM_BROKEN.
-        Whatever `on` raises comes out as it is.
+        Whatever `on` and `whole` raise comes out as it is.
         """
+        complete = False
+        calls = self.worker.calls.decode(self.told.messages(), timeout=timeout)
         with self.worker.busy():
-            calls = self.worker.calls.decode(self.told.messages(), timeout=timeout)
             async with aclosing(calls):
                 async with self.worker.heard_of():
                     async for response in calls:
@@ -71,10 +74,11 @@ class Attempt:
                         if self._is_stale(response):
                             self.stale += 1
                         elif await on(response):
-                            self.done = True
+                            complete = True
                             break
-                if not self.done:
+                if not complete:
                     raise Unavailable("STREAM_BROKEN", "the decoder ended its stream before the answer was finished")
+                await whole()
                 await self._see_off(calls)
 
     def _is_stale(self, response: dpb.DecodeResponse) -> bool:

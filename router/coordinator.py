@@ -112,6 +112,7 @@ class Coordinator(Work):
         self._losses = 0
         self._barren = 0  # of those: without a token
         self._answered = False
+        self._end: pb.Finished | None = None  # that the client has not been told
         self._resumed = 0
         self._stale = 0
 
@@ -145,6 +146,10 @@ class Coordinator(Work):
             medium.accounted.set()  # nobody waits for what will not come
 
     @property
+    def patient(self) -> bool:
+        return self._basis.known  # its client has the beginning of an answer, and nobody else can give it the rest
+
+    @property
     def seams(self) -> dict[str, int]:
         found = {"resumed": self._resumed, "repeated": self._answer.dropped, "stale": self._stale}
         return {name: count for name, count in found.items() if count}
@@ -156,7 +161,7 @@ class Coordinator(Work):
         if early is not None:
             return early
         attempt = self._attempt
-        if attempt is None or not attempt.admitted:
+        if attempt is None or attempt.over or not attempt.admitted:
             return "queue"
         unannounced = [medium for medium in self.media if not medium.all_announced]
         if unannounced:
@@ -179,13 +184,12 @@ class Coordinator(Work):
                 for medium in self.media:
                     self.start(medium.run)
             try:
-                await attempt.run(self._on, timeout=self.allowance)
+                await attempt.run(self._on, self._tell_end, timeout=self.allowance)
             except Overloaded as error:
                 if attempt.admitted or not self.turned_away(worker, error):
                     raise
             except (*LOST, OutOfStep) as error:
                 self.fleet.lost(worker)
-                self._answered = False
                 if getattr(error, "reason", "") == "DRAINING" and not attempt.heard:
                     await asyncio.sleep(PAUSE)  # it has not begun: that costs the request nothing but a moment
                     continue
@@ -201,6 +205,7 @@ class Coordinator(Work):
                 return
             finally:
                 self._trial.end()
+                attempt.over = True
                 self._stale += attempt.stale
 
     async def _still_there(self, worker: DecoderWorker) -> bool:
@@ -333,9 +338,15 @@ class Coordinator(Work):
         end = self._answer.takes_finished(finished)
         if end is None:
             return False
-        last = end.HasField("usage")
-        await self._window.put(rpb.GenerateResponse(finished=await self._accounted(end) if last else end))
-        return last
+        if end.HasField("usage"):
+            self._end = end
+            return True
+        await self._window.put(rpb.GenerateResponse(finished=end))
+        return False
+
+    async def _tell_end(self) -> None:
+        assert self._end is not None, "a decoder has had its last word"
+        await self._window.put(rpb.GenerateResponse(finished=await self._accounted(self._end)))
 
     async def _accounted(self, finished: pb.Finished) -> pb.Finished:
         """With what only the encoders know, and may not have said yet: a decoder is quick with a short answer. No

@@ -6,7 +6,7 @@ It knows the order of one call's messages. Whether a call is made again, and whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
@@ -111,10 +111,12 @@ class Dispatch:
     async def run(
         self,
         worker: EncoderWorker,
+        on: Callable[[epb.EncodeResponse], None],
         *,
         timeout: float | None,  # noqa: ASYNC109 - it is the call's deadline
-    ) -> AsyncGenerator[epb.EncodeResponse, None]:
-        """The responses, announcements noted. Closing the generator ends the call.
+    ) -> None:
+        """Gives each response to `on`, announcements noted, until the call has ended. It is over when this returns, as
+        it is when this raises or is cancelled.
 
         Raises ChiasmError: the medium's fault as the encoder found it, or how the call broke.
         """
@@ -122,28 +124,32 @@ class Dispatch:
             feeding = asyncio.create_task(self._feed())
             calls = worker.calls.encode(self._outbox.messages(), timeout=timeout)
             try:
-                async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
-                    async for response in responses:
-                        self.begun = True
-                        which = response.WhichOneof("message")
+                async with aclosing(calls), worker.heard_of():
+                    async for response in calls:
+                        self._note(response)
                         if response.HasField("load"):
                             worker.hear(response.load)
-                        if which == "probed" and response.probed.bytes_wanted and not self.sending:
-                            self._send()
-                        elif which in ("probed", "sized"):
-                            self._known = True
-                        elif which == "ready":
-                            self.pinned[response.ready.unit] = response.ready.entry.byte_length
-                        elif which == "failed":
-                            raise from_status(Status.FromString(response.failed.status))
-                        self._pace()
-                        yield response
-                        if which == "end":
+                        on(response)
+                        if response.HasField("end"):
                             self.ended = True
                             self._settle()
             finally:
                 feeding.cancel()
                 await asyncio.gather(feeding, return_exceptions=True)
+
+    def _note(self, response: epb.EncodeResponse) -> None:
+        """What a response means for the call. Raises what the encoder found wrong with the medium."""
+        self.begun = True
+        which = response.WhichOneof("message")
+        if which == "probed" and response.probed.bytes_wanted and not self.sending:
+            self._send()
+        elif which in ("probed", "sized"):
+            self._known = True
+        elif which == "ready":
+            self.pinned[response.ready.unit] = response.ready.entry.byte_length
+        elif which == "failed":
+            raise from_status(Status.FromString(response.failed.status))
+        self._pace()
 
     def _send(self) -> None:
         self.sending = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -245,9 +244,8 @@ class Encoding:
             self._first = call
         try:
             with worker.making(await self.source.hint()):
-                async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
-                    async for response in responses:
-                        self._on(call, worker, response, part)
+                on = partial(self._on, call, worker, part)
+                await call.run(worker, on, timeout=self._request.allowance)
         except LOST as error:
             self._request.lost(worker)
             if call.ended:
@@ -299,7 +297,7 @@ class Encoding:
             self._losses += 1
             self._fallen.update(other for other, at in self._calls.items() if at is worker)
 
-    def _on(self, call: Dispatch, worker: EncoderWorker, response: epb.EncodeResponse, part: _Part | None) -> None:
+    def _on(self, call: Dispatch, worker: EncoderWorker, part: _Part | None, response: epb.EncodeResponse) -> None:
         which = response.WhichOneof("message")
         if which == "probed" and response.probed.HasField("probe") and self.probe is None:
             self.probe = response.probed.probe

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from chiasm.errors import DeadlineExceeded, InvalidRequest, ServerError
+from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServerError
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -84,14 +84,20 @@ class Estimating(Work):
         raise ServerError("STREAM_BROKEN", "an encoder announced an entry before it was told to go")
 
     async def _laid(self, worker: DecoderWorker) -> dpb.DecodeAdmitted:
-        """Asks a decoder, and another one if the first is lost."""
-        for _ in range(DECODERS - 1):
+        """Asks a decoder, and another one if the first is lost or full."""
+        losses = 0
+        while True:
             try:
                 return await self._lay(worker)
+            except Overloaded as error:
+                if not self.turned_away(worker, error):
+                    raise
             except LOST:
                 self.fleet.lost(worker)
-                worker = await self.reach_decoder()
-        return await self._lay(worker)
+                losses += 1
+                if losses >= DECODERS:
+                    raise
+            worker = await self.reach_decoder()
 
     async def _lay(self, worker: DecoderWorker) -> dpb.DecodeAdmitted:
         told: Outbox[dpb.DecodeRequest] = Outbox()
@@ -113,8 +119,8 @@ class Estimating(Work):
             told.put(sized_at(medium, final=True))
         with worker.busy():
             calls = worker.calls.decode(told.messages(), timeout=self.allowance)
-            async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
-                async for response in responses:
+            async with aclosing(calls), worker.heard_of():
+                async for response in calls:
                     if response.HasField("admitted"):
                         return response.admitted
         raise ServerError("STREAM_BROKEN", "the decoder ended its stream without an estimate")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -119,21 +119,12 @@ class Worker(Generic[C]):
         self.silent = asyncio.Event()
         self._full_until = 0.0
 
-    async def attended(self, responses: AsyncGenerator[R, None]) -> AsyncGenerator[R, None]:
-        """The responses of a call, as long as the worker is heard of.
-
-        Raises Unavailable WORKER_SILENT when it is not.
-        """
-        silence = asyncio.create_task(self.silent.wait())
-        try:
-            while (response := await _sooner(anext(responses, None), silence)) is not None:
-                yield response
-        finally:
-            silence.cancel()
-
     @asynccontextmanager
     async def heard_of(self) -> AsyncIterator[None]:
-        """As `attended`, for a whole block of one task: each response costs nothing."""
+        """Bounds a block, in which a call to the worker is followed, by being heard of.
+
+        Raises Unavailable WORKER_SILENT when the worker is not: it stands still, and its connection may not.
+        """
         clock = asyncio.timeout(None)
 
         async def give_up() -> None:
@@ -165,7 +156,12 @@ class Worker(Generic[C]):
     @property
     def full(self) -> bool:
         """It has refused a call and asked not to be given another yet."""
-        return time.monotonic() < self._full_until
+        return self.full_for > 0
+
+    @property
+    def full_for(self) -> float:
+        """Seconds until it may be given another; 0 for one that is not full."""
+        return max(self._full_until - time.monotonic(), 0.0)
 
     def refused(self, seconds: float) -> None:
         """It has refused a call, for so long. That is no fault: calls that it has go on."""
@@ -191,19 +187,6 @@ class Worker(Generic[C]):
             self.circuit.passed()
         finally:
             self.running -= 1
-
-
-async def _sooner(response: Awaitable[R | None], silence: asyncio.Task[bool]) -> R | None:
-    """The next response, unless silence comes sooner."""
-    coming = asyncio.ensure_future(response)
-    try:
-        await asyncio.wait({coming, silence}, return_when=asyncio.FIRST_COMPLETED)
-        if coming.done():
-            return coming.result()
-        raise _stands_still()
-    finally:
-        if coming.cancel():
-            await asyncio.wait([coming])  # a generator is closed by one at a time
 
 
 def _stands_still() -> Unavailable:

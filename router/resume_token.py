@@ -123,7 +123,12 @@ def request_digest(request: rpb.GenerateRequest) -> bytes:
         budget=request.budget if request.HasField("budget") else None,
         adapter=request.adapter,
     )
-    shaping.sampling.ClearField("seed")
+    sampling = shaping.sampling
+    sampling.ClearField("seed")
+    # Sets, in whatever order a client that begins anew from what it has written down has them.
+    sampling.logit_bias.sort(key=lambda entry: entry.token_id)
+    for ids in (sampling.stop_token_ids, sampling.banned_token_ids):
+        ids[:] = sorted(set(ids))
     return blake3(shaping.SerializeToString(deterministic=True)).digest()
 
 

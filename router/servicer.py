@@ -11,28 +11,27 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from chiasm.cache.tenant import LOCAL
-from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
+from chiasm.errors import ChiasmError, DeadlineExceeded, NotFound, Unavailable
 from chiasm.rpc.line import line
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
 from router.admission import Admission, AdmissionLimits, check_fits, cost_of
-from router.basis import model_changed
 from router.coordinator import Coordinator
 from router.estimate import Estimating
 from router.fleet import Fleet, Served
-from router.media import Inline, Source
 from router.meter import Meter, Telling
 from router.quarantine import SECONDS, Quarantine
 from router.request import check_estimate, check_generate, check_label, item_paths
 from router.resume_token import Resumable, ResumeTokens, refused, request_digest
+from router.sources import Sources, until
 from router.spread import Spread
 from router.tenants import Quota, Tenant
 from router.uploads import UploadLimits, Uploads
@@ -128,13 +127,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             check_generate(request)
             tenant = tenant or self.local
             resumed = self._resumed(request, tenant)
-            with self.admission.admit(tenant, cost_of(request), seconds=deadline - time.monotonic()) as admitted:
+            left, begins = deadline - time.monotonic(), resumed is None
+            with self.admission.admit(tenant, cost_of(request), seconds=left, waits=begins) as admitted:
                 model = await self._find(request.model, deadline)
                 check_fits(request, model.context_limit)
                 if resumed is not None:
                     said["resumes"] = resumed.label
-                    if resumed.fingerprint != model.fingerprint:
-                        raise model_changed()
+                    model = replace(model, fingerprint=resumed.fingerprint)  # there may be several under one name
                 async with self._sources(request, tenant, deadline) as sources:
                     work = Coordinator(
                         request,
@@ -170,19 +169,21 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             deadline = self._deadline(timeout)
             check_estimate(request)
             tenant = tenant or self.local
-            model = await self._find(request.model, deadline)
-            async with self._sources(request, tenant, deadline) as sources:
-                work = Estimating(
-                    request,
-                    sources,
-                    self.fleet,
-                    model,
-                    tenant_root=tenant.root,
-                    tenant=tenant.name,
-                    deadline=deadline,
-                )
-                said["request"] = work.id.hex()
-                return await work.run()
+            left = deadline - time.monotonic()
+            with self.admission.admit(tenant, cost_of(request), seconds=left, waits=False):
+                model = await self._find(request.model, deadline)
+                async with self._sources(request, tenant, deadline) as sources:
+                    work = Estimating(
+                        request,
+                        sources,
+                        self.fleet,
+                        model,
+                        tenant_root=tenant.root,
+                        tenant=tenant.name,
+                        deadline=deadline,
+                    )
+                    said["request"] = work.id.hex()
+                    return await work.run()
 
     async def upload(
         self, requests: AsyncIterator[rpb.UploadRequest], *, label: str = "", tenant: Tenant | None = None
@@ -286,7 +287,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         return said
 
     async def _find(self, name: str, deadline: float) -> Served:
-        async with _until(deadline, "queue"):
+        async with until(deadline, "queue"):
             models = await self.fleet.known()
         if name in models:
             return models[name]
@@ -305,66 +306,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             return self.local
         return self._tenant_of(dict(context.invocation_metadata() or ()))
 
-    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest, tenant: Tenant, deadline: float) -> _Sources:
+    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest, tenant: Tenant, deadline: float) -> Sources:
         items = item_paths(request.prompt, len(request.media))
-        return _Sources(self.uploads, tenant.root, request.media, items, deadline)
-
-
-class _Sources:
-    """The bytes of a request's media; uploads among them are held while the block runs."""
-
-    def __init__(
-        self, uploads: Uploads, tenant: bytes, media: Sequence[pb.Media], items: Sequence[str], deadline: float
-    ) -> None:
-        self._deadline = deadline
-        self._uploads = uploads
-        self._tenant = tenant
-        self._media = media
-        self._items = items
-        self._held = ExitStack()
-
-    async def __aenter__(self) -> list[Source]:
-        async with AsyncExitStack() as entered:
-            entered.callback(self._held.close)
-            sources = [await self._source(medium, item) for medium, item in zip(self._media, self._items, strict=True)]
-            entered.pop_all()
-            return sources
-
-    async def __aexit__(self, *_: object) -> None:
-        self._held.close()
-
-    async def _source(self, medium: pb.Media, item: str) -> Source:
-        if medium.WhichOneof("source") != "handle":
-            return Inline(medium)
-        try:
-            async with _until(self._deadline, "fetch"):
-                upload = await self._uploads.find(self._tenant, medium.handle)
-        except NotFound as error:
-            raise error.at(item) from None
-        if upload.header.kind != medium.kind:
-            declared, found = _kind(medium.kind), _kind(upload.header.kind)
-            raise InvalidRequest(
-                "MEDIA_TYPE_MISMATCH",
-                f"the request takes the upload for {declared}, it was sent as {found}",
-                item=item,
-                facts={"declared": declared, "found": found},
-            )
-        self._held.enter_context(self._uploads.held(upload))
-        return upload
-
-
-@asynccontextmanager
-async def _until(deadline: float, stage: str) -> AsyncIterator[None]:
-    """Bounds the block by a deadline of `time.monotonic`. Raises DeadlineExceeded with the stage."""
-    try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage) from None
-
-
-def _kind(kind: pb.MediaKind.ValueType) -> str:
-    return pb.MediaKind.Name(kind).removeprefix("MEDIA_KIND_").lower()
+        return Sources(self.uploads, tenant.root, request.media, items, deadline)
 
 
 def new_label() -> str:

@@ -7,6 +7,7 @@ It knows no answer. What becomes of sizes and entries is for the request that st
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from typing import Any, Final
 from chiasm.errors import ConnectionFailed, Overloaded, StatusError
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.encoding import Encoding
+from router.encoding import PAUSE, Encoding
 from router.fleet import DecoderWorker, EncoderWorker, Fleet, Served, common_form
 from router.media import Source
 from router.quarantine import Quarantine, Trial, name
@@ -143,7 +144,8 @@ class Work(ABC):
         """A decoder that can be reached now. From here on encoders are chosen for it."""
         while True:
             worker = await self.fleet.decoder(self.model, keys=self._keys)
-            self._check_refusal(worker)
+            if await self._waits_for(worker):
+                continue
             try:
                 await worker.calls.reach()
             except ConnectionFailed:
@@ -177,7 +179,8 @@ class Work(ABC):
             while True:
                 assert self.decoder is not None, "encoders are chosen for a decoder"
                 worker = await self.fleet.encoder(self.model, self.decoder, hint=hint, rank=rank)
-                self._check_refusal(worker)
+                if await self._waits_for(worker):
+                    continue
                 try:
                     await worker.calls.reach()
                 except ConnectionFailed:
@@ -192,15 +195,25 @@ class Work(ABC):
 
     def turned_away(self, worker: EncoderWorker | DecoderWorker, refusal: Overloaded) -> bool:
         """A worker refused a call before it began. Returns whether another may be asked: a request asks one other, so
-        that refusals cost a busy fleet little."""
-        worker.refused(refusal.retry_after or 0.0)
+        that refusals cost a busy fleet little; one that is patient asks until its time is up."""
+        worker.refused(max(refusal.retry_after or 0.0, PAUSE))
         first, self._refusal = self._refusal is None, refusal
-        return first
+        return first or (self.patient and refusal.retryable)
 
-    def _check_refusal(self, worker: EncoderWorker | DecoderWorker) -> None:
-        """Raises the refusal that the request was given, if all that is left to ask is full."""
-        if self._refusal is not None and worker.full:
+    @property
+    def patient(self) -> bool:
+        """Whether it waits for workers that are full, and does not pass their refusals on."""
+        return False
+
+    async def _waits_for(self, worker: EncoderWorker | DecoderWorker) -> bool:
+        """Whether it has waited because all that is left to ask is full. Raises the refusal that the request was given
+        if it is not patient."""
+        if self._refusal is None or not worker.full:
+            return False
+        if not self.patient:
             raise self._refusal
+        await asyncio.sleep(worker.full_for * random.uniform(1.0, 1.5))  # those who wait do not come back together
+        return True
 
     async def trial(self, encoding: Encoding, worker: EncoderWorker) -> Trial:
         source = encoding.source

@@ -122,7 +122,7 @@ class Attempts:
                 if self._progress.finished and isinstance(error, ChiasmError):
                     return  # the answer is whole
                 pause = self._pause_after(error)
-                if isinstance(error, ConnectionFailed | Unavailable):
+                if isinstance(error, ConnectionFailed | Unavailable | IdleTimeout):
                     self._routes.leave(transport)
             await asyncio.sleep(pause)
 
@@ -203,12 +203,15 @@ class Attempts:
 
     def _break(self, error: Exception) -> None:
         """An answer that had begun broke. Raises the error if it is none that can be taken up."""
+        # One that stands still and keeps its connection says nothing either. With nobody else to ask, that is the end.
+        silent = isinstance(error, IdleTimeout) and len(self._routes) > 1
         if (
-            not isinstance(error, Unavailable | Gap)
+            not (isinstance(error, Unavailable | Gap) or silent)
             or (self._progress.count > 0 and not self._progress.token)
             or self._breaks == self._patience.max_resumes
         ):
             raise error
+        assert isinstance(error, ChiasmError), "it was raised here or told by a server"
         self._breaks += 1
         self.failure = error
         if self._progress.count > self._count:

@@ -22,7 +22,7 @@ class Progress:
         request: the first one; what it resumes itself is there already.
 
     Attributes:
-        begun, finished: whether anything has come, and whether the end has.
+        begun, finished: whether anything has come, and whether the end of every sequence has.
         token: the newest resume token; empty before one came. No answer goes on without, once a token was drawn.
         count: tokens that came, of all sequences.
         dropped: responses that said what was known already, or were of an attempt that is over.
@@ -30,7 +30,6 @@ class Progress:
 
     def __init__(self, request: rpb.GenerateRequest) -> None:
         self.begun = False
-        self.finished = False
         self.token = request.resume.resume_token
         self.count = 0
         self.dropped = 0
@@ -38,11 +37,15 @@ class Progress:
         self._attempt = 0
         self._started: pb.Started | None = None
         self._visible: dict[int, tuple[int, int]] = {}
-        self._again = request.HasField("resume")
+        self._sequences = max(request.sampling.n, 1)
+        self._ended: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        return len(self._ended) >= self._sequences
 
     def resuming(self, request: rpb.GenerateRequest) -> rpb.GenerateRequest:
-        """The same request, going on after what has come. What is asked from now on is another stream."""
-        self._again = True
+        """The same request, going on after what has come."""
         asked = rpb.GenerateRequest()
         asked.CopyFrom(request)
         if not self.token:
@@ -105,8 +108,9 @@ class Progress:
         due = len(self._ids.get(visible.sequence, ()))
         if visible.index > due:
             raise _gap(due, visible.index)
-        # A stream that goes on begins with what is seen there, which the reader was told when it changed.
-        if self._again and before is not None and (visible.index < due or seen == before):
+        # Whoever goes on with an answer, a stream or a decoder behind one, begins with what is seen there. The reader
+        # was told when it changed.
+        if before is not None and (visible.index < due or seen == before):
             return False
         self._visible[visible.sequence] = seen
         return True
@@ -116,8 +120,8 @@ class Progress:
             return False
         if finished.tokens > (due := len(self._ids.get(finished.sequence, ()))):
             raise _gap(due, finished.tokens)
-        self.finished = True
-        return True
+        told, self._ended = finished.sequence in self._ended, self._ended | {finished.sequence}
+        return not told
 
 
 def _gap(due: int, came: int) -> Gap:

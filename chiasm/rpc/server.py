@@ -67,6 +67,7 @@ class Server:
         self._socket = SocketFile(address.removeprefix("unix:")) if address.startswith("unix:") else None
         self._credentials = credentials
         self._started = False
+        self._stopping: set[asyncio.Task[None]] = set()
         self._services: list[str] = []
         self._health = _Health()
         self._server = grpc.aio.server(
@@ -145,12 +146,15 @@ class Server:
         """Takes no new call, waits up to `grace` seconds for the running ones, cancels the rest. None waits not at all.
 
         Clients that watch health are told and let go; they are not waited for. May be called again with less grace
-        while it waits.
+        while it waits. It goes on when whoever called it is cancelled: gRPC takes one stop that was cut short for the
+        end of all.
         """
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self._server.stop(grace))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
         await self._health.let_go()
-        await stopping
+        await asyncio.shield(stopping)
         if self._socket:
             self._socket.remove()
 

@@ -104,6 +104,20 @@ def test_cores_are_shared_out_unless_the_user_has_said_how() -> None:
     assert 1 <= cores() <= (os.cpu_count() or 1)
 
 
+def test_what_a_role_can_be_told_and_serve_cannot_goes_through_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHIASM_MAX_WAIT", "2.5")
+    monkeypatch.setenv("CHIASM_TENANT_REQUESTS", "7")
+    with RunFolder(tmp_path) as folder:
+        front, _ = roles(Options(folder=tmp_path, name="m"), folder)
+        heard = subprocess.run(
+            [*front.words, "--print-config"], env=front.environment, capture_output=True, text=True, check=True
+        ).stdout
+    rows = [row.split() for row in heard.splitlines()]
+    assert ["--max-wait", "2.5", "environment"] in rows and ["--tenant-requests", "7", "environment"] in rows
+
+
 def test_an_arena_takes_half_of_what_is_free_at_most(tmp_path: Path) -> None:
     assert arena_bytes(Options(folder=tmp_path, name="m", arena_bytes=123)) == 123
     default = arena_bytes(Options(folder=tmp_path, name="m", parent=tmp_path))

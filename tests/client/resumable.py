@@ -10,9 +10,11 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 from blake3 import blake3
 
+from chiasm.client.progress import Progress
 from chiasm.errors import ChiasmError, InvalidRequest, NotFound
 from chiasm.rpc.server import Server
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -147,17 +149,26 @@ def end(attempt: int) -> rpb.GenerateResponse:
 
 @asynccontextmanager
 async def killed_when_held(router: ResumableRouter, address: str = "127.0.0.1:0") -> AsyncIterator[Server]:
-    """A router that is gone, without a word to anybody, as soon as a call stands still."""
+    """A router that is gone, without a word to anybody, as soon as a call stands still and its client has heard of it:
+    where the stream breaks is left to chance, that it had begun is not."""
+    loop, heard, take = asyncio.get_running_loop(), asyncio.Event(), Progress.take
+
+    def hears(progress: Progress, response: rpb.GenerateResponse) -> bool:
+        if router.came.is_set():
+            loop.call_soon_threadsafe(heard.set)
+        return take(progress, response)
+
     async with serving(router, address=address) as server:
 
         async def kill() -> None:
             await router.held.wait()
-            await asyncio.sleep(0.1)  # what was said before mostly arrives; no more depends on it than where it breaks
+            await heard.wait()
             await server.stop(0)
 
         killing = asyncio.create_task(kill())
         try:
-            yield server
+            with patch.object(Progress, "take", hears):
+                yield server
         finally:
             killing.cancel()
 

@@ -136,6 +136,18 @@ async def test_it_is_resumed_as_often_as_was_said_and_no_more() -> None:
         assert len(router.requests) == 4
 
 
+async def test_a_router_that_stands_still_with_its_connection_alive_is_left_for_another() -> None:
+    still, other = ResumableRouter(3), ResumableRouter()
+    async with (
+        serving(still) as first,
+        serving(other) as second,
+        AsyncClient([first.target, second.target], idle_timeout=0.5) as client,
+    ):
+        assert await told(client) == await unbroken()
+        await asyncio.wait_for(still.left.wait(), SECONDS)
+    assert other.resumed == [[100, 101, 102]]
+
+
 # -- one router --------------------------------------------------------------------------------------------------------
 
 

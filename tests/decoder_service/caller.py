@@ -79,13 +79,15 @@ class Caller:
         assert isinstance(responses, AsyncGenerator)
         return responses
 
-    async def run(self, *, leave_after: int | None = None) -> None:
-        """Listens until the call is over, or leaves after so many responses; returns when all is over."""
+    async def run(self, *, leave_after: int | None = None, with_token: bool = False) -> None:
+        """Listens until the call is over, or leaves after so many responses, `with_token` not before one came; returns
+        when all is over."""
         try:
             async with aclosing(self.stream()) as responses:
                 async for response in responses:
                     await self.note(response)
-                    if leave_after is not None and self.responses >= leave_after:
+                    ripe = not with_token or any(self.told.sequences.values())
+                    if leave_after is not None and self.responses >= leave_after and ripe:
                         break
         finally:
             self._ended = True

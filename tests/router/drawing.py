@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
-from chiasm.errors import ServerError, Unavailable
+from chiasm.errors import Overloaded, ServerError, Unavailable
 from chiasm.rpc.call import streamed
 from chiasm.rpc.channel import connect
 from chiasm.rpc.server import Server
@@ -28,13 +28,15 @@ from router.servicer import RouterLimits, RouterServicer
 from router.static_fleet import StaticFleet
 from tests.waiting import until
 
-PRINT = bytes(range(32))
+PRINT, NEXT_PRINT = bytes(range(32)), bytes([3] * 32)
 TEXT = bytes([7] * 32)
 ROOT = bytes([9] * 32)
 LENGTH = 6
 """Tokens of sequence 0; each further one is shorter by one."""
 
-Kind = Literal["lost", "broken", "gap", "repeat", "stale", "still", "drains", "not resumable", "other prompt", "short"]
+Kind = Literal[
+    "lost", "broken", "gap", "repeat", "stale", "still", "drains", "full", "not resumable", "other prompt", "short"
+]
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,11 @@ class Encoder(encoder_pb2_grpc.EncoderServicer):
         self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=bytes(16))
 
     async def Info(self, request: epb.EncoderInfoRequest, context: Any) -> epb.EncoderInfoResponse:
-        model = epb.EncoderModel(name="m", fingerprint=PRINT, forms=[pb.ENTRY_FORM_CROSS_KV])
-        return epb.EncoderInfoResponse(replica=self.replica, models=[model])
+        models = [
+            epb.EncoderModel(name="m", fingerprint=fingerprint, forms=[pb.ENTRY_FORM_CROSS_KV])
+            for fingerprint in (PRINT, NEXT_PRINT)
+        ]
+        return epb.EncoderInfoResponse(replica=self.replica, models=models)
 
 
 class Decoder(decoder_pb2_grpc.DecoderServicer):
@@ -94,6 +99,7 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
         self,
         faults: deque[Fault] | None = None,
         *,
+        fingerprint: bytes = PRINT,
         text_fingerprint: bytes = TEXT,
         text: bytes = b"",
         length: int = LENGTH,
@@ -101,7 +107,7 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
     ) -> None:
         self.replica = pb.Replica(replica_id=secrets.token_bytes(16), arena_id=bytes(16))
         self.faults = deque[Fault]() if faults is None else faults
-        self.text_fingerprint = text_fingerprint
+        self.fingerprint, self.text_fingerprint = fingerprint, text_fingerprint
         self.text, self.length, self.pause = text, length, pause
         self.opened: list[dpb.DecodeOpen] = []
         self.draining = False
@@ -114,7 +120,7 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
     async def Info(self, request: dpb.DecoderInfoRequest, context: Any) -> dpb.DecoderInfoResponse:
         if self.deaf:
             await self.wakes.wait()
-        model = dpb.DecoderModel(name="m", fingerprint=PRINT, family="f", context_limit=99, layers=1)
+        model = dpb.DecoderModel(name="m", fingerprint=self.fingerprint, family="f", context_limit=99, layers=1)
         model.forms.append(pb.ENTRY_FORM_CROSS_KV)
         model.text_fingerprint = self.text_fingerprint
         return dpb.DecoderInfoResponse(replica=self.replica, models=[model], draining=self.draining)
@@ -138,6 +144,8 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.kind == "drains":
             raise Unavailable("DRAINING", "the worker is ending", retry_after=1.0)
+        if fault is not None and fault.kind == "full":
+            raise Overloaded("QUEUE_FULL", "others wait already", retry_after=0.05)
         if fault is not None and fault.kind == "not resumable":
             raise ServerError("NOT_RESUMABLE", "the state cannot be replayed")
         digest = blake3(opened.prompt.SerializeToString(deterministic=True)).digest()
@@ -262,11 +270,16 @@ class Routed:
         self.stub = router_pb2_grpc.RouterStub(self.channel)
 
     async def ask(
-        self, request: rpb.GenerateRequest, heard: Heard | None = None, *, tokens: int | None = None
+        self,
+        request: rpb.GenerateRequest,
+        heard: Heard | None = None,
+        *,
+        tokens: int | None = None,
+        seconds: float = 30.0,
     ) -> Heard:
         """What is told until the end, or until the client has so many tokens of sequence 0 and leaves."""
         heard = heard or Heard()
-        events = streamed(self.stub.Generate(request, timeout=30))
+        events = streamed(self.stub.Generate(request, timeout=seconds))
         try:
             async for event in events:
                 heard.note(event)

@@ -156,6 +156,21 @@ def test_who_would_wait_too_long_is_refused_before_anything_is_done_for_it() -> 
             stack.enter_context(admission.admit(A, 10, seconds=0.5))  # its own time is shorter
 
 
+def test_who_goes_on_with_an_answer_is_bounded_and_does_not_wait_in_the_line_of_those_who_begin() -> None:
+    clock = Clock()
+    admission = Admission(AdmissionLimits(requests=200, wait=2.0), clock=clock)
+    steady(admission, clock, A, rate=10, count=100, wait=1.0)
+    with ExitStack() as stack:
+        begun = fill(stack, admission, A, cost=10)
+        going = [stack.enter_context(admission.admit(A, 10, seconds=60, waits=False)) for _ in range(200 - begun)]
+        for one in going:
+            one.began()
+        with refused("QUEUE_FULL"):
+            stack.enter_context(admission.admit(A, 10, seconds=60, waits=False))
+        assert admission.cost == 2000
+    assert (admission.requests, admission.cost, admission._waiting, admission._pace.waiting) == (0, 0, 0, 0)
+
+
 def test_a_tenant_with_less_than_its_part_of_what_waits_does_not_wait_for_the_others() -> None:
     clock = Clock()
     admission = Admission(AdmissionLimits(wait=2.0), several=True, clock=clock)

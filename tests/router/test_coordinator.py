@@ -103,8 +103,8 @@ async def test_text_and_early_units_are_prefilled_while_later_units_are_still_en
         fleet = MeddledFleet(service, encoder=slowly)
         asking = asyncio.create_task(answer(fleet, question("Read the digits.", video(clip.path.read_bytes()))))
         engine = service.decoder.engine
-        await until(lambda: engine.holdings.held.visual == 3 * 5 and engine.holdings.held.pages > 0)
-        assert len(ready) == 4 and not asking.done()
+        await until(lambda: len(ready) == 4 and engine.holdings.held.visual == 3 * 5 and engine.holdings.held.pages > 0)
+        assert not asking.done()
         gate.set()
         assert (await asking).text == clip.answer
         await settled(service)
@@ -349,19 +349,27 @@ async def test_a_deadline_names_the_stage_at_which_it_passed(stage: str, after: 
         holders: list[Seat[DecodeSequence]] = []
         if stage != "encode":
             await ask(service, request)  # what comes before that stage is quick the second time
-        try:
-            if stage == "encode":
-                service.encoder.device.submit(gate.wait)
-            elif stage == "queue":
-                holders.append(await hold(service.decoder, text=service.decoder.text_capacity))
-            ending = asyncio.create_task(answer(fleet, request, deadline=time.monotonic() + 2.0))
-            await asyncio.sleep(2.5)  # leaving waits for what stands still
-        finally:
-            gate.set()
-            for holder in holders:
-                await service.decoder.release(holder)
-        with pytest.raises(DeadlineExceeded) as caught:
-            await ending
+        for seconds in (2.0, 8.0, 30.0):  # a busy machine may need more to come to that stage
+            gate.clear()
+            try:
+                if stage == "encode":
+                    await service.store.flush()
+                    service.decoder.flush()
+                    service.encoder.device.submit(gate.wait)
+                elif stage == "queue":
+                    holders.append(await hold(service.decoder, text=service.decoder.text_capacity))
+                ending = asyncio.create_task(answer(fleet, request, deadline=time.monotonic() + seconds))
+                await asyncio.sleep(seconds + 0.5)  # leaving waits for what stands still
+            finally:
+                gate.set()
+                while holders:
+                    await service.decoder.release(holders.pop())
+            with pytest.raises(DeadlineExceeded) as caught:
+                await ending
+            if caught.value.stage == stage:
+                break
+            await asyncio.gather(*standing)
+            await settled(service)
         assert caught.value.stage == stage
         await asyncio.gather(*standing)
         await settled(service)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 
 import pytest
 
@@ -76,9 +75,7 @@ class Call:
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        async with aclosing(self.dispatch.run(self.worker, timeout=None)) as responses:
-            async for _ in responses:
-                pass
+        await self.dispatch.run(self.worker, lambda _: None, timeout=None)
 
     async def sent(self) -> int:
         """Frames or pieces that were sent when nothing moves any more."""

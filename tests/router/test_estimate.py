@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chiasm.cache.form import Form
-from chiasm.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from chiasm.local import LocalService
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -110,4 +110,16 @@ async def test_a_lost_encoder_is_replaced_for_an_estimate_too() -> None:
         assert await estimated(service, request, encoder=dies_before("probed")) == whole
         with pytest.raises(Unavailable):
             await estimated(service, request, encoder=dies_before("sized", times=9))
+        await settled(service)
+
+
+async def test_another_decoder_is_asked_for_an_estimate_when_one_is_full() -> None:
+    def full_at_first(number: int, response: object) -> bool:
+        if number == 1:
+            raise Overloaded("QUEUE_FULL", "others wait already", retry_after=1.0)
+        return True
+
+    async with running() as service:
+        told = await estimated(service, question("Hello."), decoder=full_at_first)
+        assert told.prompt_tokens > 0
         await settled(service)

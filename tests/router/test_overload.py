@@ -118,7 +118,11 @@ async def system(
         yield System(router, fleet, router_pb2_grpc.RouterStub(channel))
 
 
-async def test_a_decoder_that_refuses_is_replaced_by_one_other_and_is_no_lost_worker(tmp_path: Path) -> None:
+async def test_a_decoder_that_refuses_is_replaced_by_one_other_and_is_no_lost_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("chiasm.rpc.turns.RETRY_SECONDS", "router.fleet.MOST_REFUSED"):
+        monkeypatch.setattr(name, 600.0)  # "for a while" is longer than the test takes
     decoders = [Answering(), Answering()]
     async with system(tmp_path, [Counting(places=8, seconds=0)], decoders) as made:
         with full(decoders[0]):
@@ -128,7 +132,7 @@ async def test_a_decoder_that_refuses_is_replaced_by_one_other_and_is_no_lost_wo
             assert len([*made.fleet.workers()]) == 3
             with full(decoders[1]), pytest.raises(Overloaded) as caught:
                 await made.ask()
-            assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after == 1.0
+            assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after == 600.0
             assert decoders[0].calls + decoders[1].calls <= 6 + 1 + 2, "the refusal is passed on"
 
 
@@ -142,6 +146,7 @@ async def test_an_encoder_that_refuses_is_replaced_by_one_other_and_then_the_ref
                 await made.ask()
             assert caught.value.reason == "QUEUE_FULL"
             assert sum(encoder.calls for encoder in encoders) == 2
+        await until(lambda: not any(worker.full for worker in made.fleet.workers()))  # as the two said that they were
         with full(encoders[0]):
             for number in range(6):
                 assert await made.ask(bytes([number]) * 8) == 2
@@ -164,6 +169,12 @@ async def test_a_refusal_says_when_to_come_again_in_both_ways_and_costs_the_work
                 await anext(aiter(call))
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert dict(caught.value.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1000"
+            prompt = question("?", image(b"x"), model=MODEL)
+            with pytest.raises(Overloaded) as told:
+                await answered(
+                    made.stub.Estimate(rpb.EstimateRequest(model=MODEL, prompt=prompt.prompt, media=prompt.media))
+                )
+            assert told.value.reason == "QUEUE_FULL"
             with pytest.raises(Overloaded) as told:
                 await made.ask()
             assert told.value.retry_after == 1.0 and told.value.request_id

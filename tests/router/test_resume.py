@@ -10,13 +10,15 @@ from contextlib import aclosing
 
 import pytest
 
-from chiasm.errors import InvalidRequest, ServerError, Unavailable, Unsupported
+from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServerError, Unavailable, Unsupported
 from chiasm.rpc.call import streamed
 from chiasm.rpc.v1 import router_pb2 as rpb
+from router.admission import cost_of
 from router.coordinator import ATTEMPTS
 from router.resume_token import LEEWAY, ResumeTokens
 from router.servicer import RouterLimits
-from tests.router.drawing import LENGTH, ROOT, Decoder, Fault, Heard, Kind, asked, serving, truth
+from router.tenants import Quota
+from tests.router.drawing import LENGTH, NEXT_PRINT, ROOT, Decoder, Fault, Heard, Kind, asked, serving, truth
 from tests.waiting import until
 
 
@@ -148,6 +150,35 @@ async def test_a_decoder_that_is_ending_is_not_counted() -> None:
         assert_whole(await router.ask(request), request)
 
 
+async def test_an_answer_that_has_begun_waits_for_decoders_that_are_full() -> None:
+    request = asked()
+    decoders = pair(Fault("full"), Fault("lost", 2), *[Fault("full")] * 5)
+    async with serving(decoders, roots=(ROOT, ROOT)) as (first, second):
+        assert_whole(await first.ask(request), request)
+        assert not decoders[0].faults, "both were asked again and again"
+        decoders[0].faults.extend([Fault("lost", 3)])
+        heard = await first.ask(request, tokens=2)
+        decoders[0].faults.extend([Fault("full")] * 5)
+        await second.ask(heard.resume(request), heard)
+        assert heard.tokens == truth(request) and not decoders[0].faults
+
+
+async def test_one_that_has_not_begun_is_refused_when_two_are_full() -> None:
+    decoders = pair(*[Fault("full")] * 3)
+    async with serving(decoders) as (router,):
+        with pytest.raises(Overloaded) as caught:
+            await router.ask(asked())
+        assert caught.value.reason == "QUEUE_FULL" and len(decoders[0].faults) == 1
+
+
+async def test_a_deadline_that_passes_while_an_answer_waits_for_another_decoder_says_so() -> None:
+    async with serving(pair(Fault("lost", 2), *[Fault("full")] * 99)) as (router,):
+        heard = Heard()
+        with pytest.raises(DeadlineExceeded) as caught:
+            await router.ask(asked(), heard, seconds=2.0)
+        assert caught.value.stage == "queue" and heard.tokens == [truth(asked())[0][:2]]
+
+
 # -- another model is no replacement -----------------------------------------------------------------------------------
 
 
@@ -161,9 +192,19 @@ async def test_only_a_decoder_of_the_same_text_fingerprint_goes_on() -> None:
         assert heard.tokens == truth(request) and not any(other.opened for other in others)
 
 
-async def test_an_answer_is_not_gone_on_with_by_another_model() -> None:
+async def test_of_two_models_under_one_name_that_one_goes_on_which_began() -> None:
     request = asked()
-    before, after = Decoder(), Decoder(text_fingerprint=bytes([8] * 32))
+    old, new = Decoder(), [Decoder(fingerprint=NEXT_PRINT) for _ in range(4)]
+    async with serving([old]) as (first,), serving([old, *new]) as (second,):
+        heard = await first.ask(request, tokens=1)
+        await second.ask(heard.resume(request), heard)
+        assert heard.tokens == truth(request) and not any(other.opened for other in new)
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": NEXT_PRINT}, {"text_fingerprint": bytes([8] * 32)}])
+async def test_an_answer_is_not_gone_on_with_by_another_model(other: dict[str, bytes]) -> None:
+    request = asked()
+    before, after = Decoder(), Decoder(**other)  # type: ignore[arg-type]
     async with serving([before]) as (first,), serving([after]) as (second,):
         heard = await first.ask(request, tokens=2)
         with pytest.raises(Unsupported) as caught:
@@ -223,6 +264,35 @@ async def test_two_routers_that_go_on_with_one_answer_at_once_both_tell_it_exact
             other.ids = {sequence: [*ids] for sequence, ids in heard.ids.items()}
         await asyncio.gather(first.ask(again, both[0]), second.ask(again, both[1]))
         assert [other.tokens for other in both] == [truth(request)] * 2
+
+
+async def test_what_a_request_says_in_no_order_may_be_said_in_another() -> None:
+    request = asked()
+    request.sampling.stop_token_ids.extend([1 << 25, 1 << 26])
+    request.sampling.banned_token_ids.extend([1 << 27, 1 << 28])
+    for token in (7, 3):
+        request.sampling.logit_bias.add(token_id=token, bias=token)
+    async with serving(pair()) as (router,):
+        heard = await router.ask(request, tokens=2)
+        again = heard.resume(request)
+        for field in ("stop_token_ids", "banned_token_ids", "logit_bias"):
+            said = getattr(again.sampling, field)
+            said.sort(key=lambda one: getattr(one, "token_id", one))
+            said.reverse()
+        again.sampling.banned_token_ids.append(1 << 27)
+        await router.ask(again, heard)
+        assert heard.tokens == truth(request)
+
+
+async def test_a_token_is_used_within_its_tenants_quota() -> None:
+    request = asked()
+    limits = RouterLimits(quota=Quota(cost_per_minute=5 * cost_of(request) // 2))
+    async with serving(pair(), limits=limits) as (router,):
+        heard = await router.ask(request, tokens=2)
+        await router.ask(heard.resume(request), Heard(ids={0: [*heard.ids[0]]}))
+        with pytest.raises(Overloaded) as caught:
+            await router.ask(heard.resume(request))
+        assert caught.value.reason == "TENANT_QUOTA"
 
 
 def _forged(request: rpb.GenerateRequest) -> None:
