@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from router import ray_plan
 from tests import digits
 from tests.e2e.test_digits import drawn
 from tests.processes import Role, _secret
+from tests.redis_server import redis_server
 from tests.waiting import alive
 
 OBJECT_STORE_BYTES = 80 << 20
@@ -68,6 +70,11 @@ class Cluster:
         head: Any = self.nodes.head_node
         head.kill_gcs_server(check_alive=False)
 
+    def start_control_store(self) -> None:
+        """Again, at its port: it reads what it knew from its Redis."""
+        head: Any = self.nodes.head_node
+        head.start_gcs_server()
+
     def processes(self) -> list[int]:
         """Of Ray's own."""
         found = []
@@ -88,15 +95,24 @@ class Cluster:
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     with (
+        redis_server("--port", str(port := free_port())),
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patched,
     ):
+        patched.setenv("RAY_REDIS_ADDRESS", f"127.0.0.1:{port}")
         patched.setenv("RAY_TMPDIR", folder)  # of everything that Ray writes, also what it writes past `temp_dir`
         made = Cluster(Path(folder))
         try:
             yield made
         finally:
             made.end()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def pool(role: str, folder: Path, *, flags: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:

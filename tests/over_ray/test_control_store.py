@@ -10,7 +10,7 @@ from tests.over_ray.clusters import Asking, Fleet, cluster, fleet, kill, pool, r
 from tests.waiting import alive, until
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(280)
 async def test_requests_go_on_without_the_control_store_whoever_dies_meanwhile(tmp_path: Path) -> None:
     with cluster() as nodes:
         nodes.add(encoder=2, decoder=2)
@@ -25,6 +25,10 @@ async def test_requests_go_on_without_the_control_store_whoever_dies_meanwhile(t
                 kill(was)
                 await until(lambda: served.controller != was)
                 await asking.more(5)
+                nodes.start_control_store()
+                await until(lambda: len(served.said("adopted")) == 2, seconds=100)
+                await asking.more(3)
+            assert {r: served.worker(r)["pid"] for r in before} == before
             assert all(alive(pid) for pid in before.values())
             assert served.router.event("died") is None
             await read_right(served.target)
