@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from router.ray_plan import NAMESPACE, Plan, Pool
 
@@ -28,9 +28,6 @@ _ACTORS: Final = {
     "decoder": ("decoder_service.actor", "DecoderActor"),
 }
 """Named and not imported: the router stands beside the services, and this process is where they meet."""
-
-Gone = ActorDiedError
-"""Of an actor that will never answer again."""
 
 Unheard = (RayError, TimeoutError)
 """Of one that did not answer this time."""
@@ -48,6 +45,10 @@ def options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[s
     else:
         placed["scheduling_strategy"] = "SPREAD"
     return placed
+
+
+class Gone(Exception):
+    """An actor will never answer again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,10 @@ class Actors:
         async with asyncio.timeout(seconds):
             try:
                 return await getattr(actor, method).remote()
-            except (ActorDiedError, ActorUnavailableError):
+            except ActorUnavailableError:
                 raise
-            except RayActorError as error:  # it never began
-                raise ActorDiedError(str(error)) from None
+            except RayActorError as error:  # it died, or never began
+                raise Gone(str(error)) from None
 
     async def stop(self, actor: Any, *, seconds: float) -> None:
         """Has its worker drain, and returns when that has ended. Raises as `ask`, also after so many seconds."""

@@ -174,7 +174,9 @@ class Controlled:
         if self._closing.is_set():
             self._tell_end()
         try:
-            await self._hear(process)
+            if await self._hear(process):  # its end follows that of its output
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), self._ending)
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -182,8 +184,8 @@ class Controlled:
             await process.wait()
         return process.returncode or 0
 
-    async def _hear(self, process: asyncio.subprocess.Process) -> None:
-        """Returns when it says nothing any more, or nothing that is understood for too long."""
+    async def _hear(self, process: asyncio.subprocess.Process) -> bool:
+        """Returns when its output has ended, and False when it has said nothing that is understood for too long."""
         assert process.stdout is not None
         loop, patience = asyncio.get_running_loop(), self._connecting
         until = loop.time() + patience
@@ -193,11 +195,11 @@ class Controlled:
                     line = await process.stdout.readline()
             except TimeoutError:
                 _log.warning("controller silent", extra={"pid": process.pid, "seconds": patience})
-                return
+                return False
             except ValueError:
                 continue  # longer than LINE_BYTES; the reader has dropped it
             if not line:
-                return
+                return True
             if (told := Told.read(line)) is None:
                 continue
             patience = self._silence

@@ -28,8 +28,8 @@ from router import ray_plan
 from tests import digits
 from tests.e2e.test_digits import drawn
 from tests.processes import Role, _secret
-from tests.redis_server import redis_server
-from tests.waiting import alive
+from tests.redis_server import RedisServer, redis_server
+from tests.waiting import alive, until
 
 OBJECT_STORE_BYTES = 80 << 20
 
@@ -189,6 +189,18 @@ class Fleet:
         return int(self.said("controller started")[-1]["pid"])
 
 
+class Served(Fleet):
+    """With what it stands on.
+
+    Attributes:
+        flags: of its workers, beside those that all have.
+    """
+
+    nodes: Cluster
+    store: RedisServer
+    flags: dict[str, str]
+
+
 F = TypeVar("F", bound=Fleet)
 
 
@@ -224,6 +236,12 @@ async def read_right(target: str, *, frames: int = 3) -> None:
     async with AsyncClient(target, max_retries=4) as client:
         answer = await client.generate("digits", [Video(digits.clip(shown_frames)), "Read the digits."], max_tokens=24)
     assert answer.text == " ".join(map(str, shown)), (seed, answer, shown)
+
+
+async def settled(fleet: Fleet) -> None:
+    """Waits until a fleet has one worker of each role, and reads right."""
+    await until(lambda: all(len(fleet.serving(role)) == 1 for role in ("encoder", "decoder")), seconds=60)
+    await read_right(fleet.target)
 
 
 class Asking:
