@@ -16,14 +16,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from chiasm import log
 from chiasm.settings import SettingsError
 from router import ray_plan
-from router.membership import Role
+from router.membership import Hopeless, Role
 from router.ray_plan import Plan
 from router.ray_words import Told
 
@@ -136,7 +136,7 @@ class Controller:
         for pool in self._pools:
             targets[pool.pool.role] += pool.targets()
         asleep = frozenset(pool.pool.model for pool in self._pools if pool.asleep)
-        self._write(Told(targets, asleep, tuple(pool.hopeless for pool in self._pools if pool.hopeless is not None)))
+        self._write(Told(targets, asleep, _hopeless(self._pools)))
 
     async def _hear(self) -> None:
         """Returns when it is told to stop, or nobody is there any more."""
@@ -146,6 +146,12 @@ class Controller:
             if said.get("stop"):
                 self._stop = True
                 return
+
+
+def _hopeless(pools: Sequence[WorkerPool]) -> tuple[Hopeless, ...]:
+    """Why no model will be served. Nothing as long as one may be: the others are tried on and on beside it."""
+    given_up = {pool.pool.model: pool.hopeless for pool in pools if pool.hopeless is not None}
+    return tuple(given_up.values()) if all(pool.pool.model in given_up for pool in pools) else ()
 
 
 def _own_output() -> Callable[[Told], None]:
@@ -173,6 +179,16 @@ async def _lines() -> AsyncIterator[bytes]:
         transport.close()
 
 
+async def _to_the_end(plan: Plan) -> NoReturn:
+    """Nobody waits for threads, Ray's or ours: they may wait for a control store that is gone."""
+    try:
+        await Controller(plan, _own_output()).live()
+    except Exception:
+        _log.exception("failed")
+        os._exit(FAILED)
+    os._exit(0)
+
+
 def main() -> None:
     """The command. Exit status 2 for a plan that is refused; 1 for whatever ends it by surprise."""
     log.configure("json")
@@ -182,12 +198,7 @@ def main() -> None:
         _log.error("refused", extra={"what": error.what, "where": error.where})
         sys.exit(REFUSED)
     os.environ.update(ray_plan.environment(plan.auth))
-    try:
-        asyncio.run(Controller(plan, _own_output()).live())
-    except Exception:
-        _log.exception("failed")
-        os._exit(FAILED)
-    os._exit(0)  # Ray's own threads, and one of ours, may wait for a control store that is gone
+    asyncio.run(_to_the_end(plan))
 
 
 if __name__ == "__main__":

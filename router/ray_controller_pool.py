@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 PARTING: Final = 1.0
 """Seconds between a worker's being taken from the membership and its being told to drain: the router hears of it."""
 
-REMOVING: Final = 8.0
+REMOVING: Final = 7.0
 """Seconds that each worker has to end when all end: their router has drained."""
 
 FOREVER: Final = 86_400.0
@@ -110,7 +110,7 @@ class WorkerPool:
     async def close(self, *, remove: bool) -> None:
         """Ends watching. Removes the workers too, if it is so wished: all at once, each given a moment to end."""
         if self._placing is not None:  # what the control store has been asked for comes, whoever waits for it
-            await asyncio.wait([self._placing], timeout=REMOVING / 2)
+            await asyncio.wait([self._placing], timeout=REMOVING / 4)
         workers = list(self._workers.values())
         if remove:
             await asyncio.gather(*(self._end(worker, parting=0.0, seconds=REMOVING) for worker in workers))

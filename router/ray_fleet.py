@@ -36,8 +36,9 @@ SILENCE: Final = 30.0
 CONNECTING: Final = 120.0
 """Seconds that it may say nothing at its start: Ray is a large library."""
 
-ENDING: Final = 20.0
-"""Seconds that it has to remove its workers and to end. The router has drained before: nothing runs there."""
+ENDING: Final = 9.5
+"""Seconds that it has to remove its workers and to end: less than a process that ends has beyond its drain
+(`chiasm.rpc.process`). The router has drained before: nothing runs there."""
 
 LINE_BYTES: Final = 1 << 22
 

@@ -11,6 +11,8 @@ import pytest
 
 from chiasm.errors import ConnectionFailed
 from router.awake import Awake
+from router.membership import Hopeless
+from router.ray_controller import _hopeless
 from router.ray_controller_actors import Actors, Gone, Named
 from router.ray_controller_pool import WorkerPool
 from router.ray_plan import Plan, Pool
@@ -246,6 +248,19 @@ async def test_a_pool_whose_workers_die_before_one_is_ready_says_why(code: int, 
         await moving.until(lambda: moving.pool.hopeless is not None)
         assert len(moving.actors.killed) >= deaths
         assert moving.pool.hopeless == ("no such model", "encoder digits · --model", "name another")
+
+
+async def test_nobody_is_told_of_hopeless_pools_as_long_as_another_model_may_be_served() -> None:
+    why = Hopeless("what", "where", "fix")
+    plan = Plan(
+        address="a:1",
+        pools=tuple(Pool(role=role, flags={"model": m}) for m in ("one", "two") for role in ("encoder", "decoder")),  # type: ignore[arg-type]
+    )
+    pools = [WorkerPool(plan, pool, Script(plan), lambda: None) for pool in plan.pools]
+    pools[0].hopeless = pools[1].hopeless = why
+    assert _hopeless(pools) == ()
+    pools[3].hopeless = why
+    assert _hopeless(pools) == (why, why)
 
 
 async def test_a_pool_that_served_once_is_never_given_up(caplog: pytest.LogCaptureFixture) -> None:
