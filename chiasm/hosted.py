@@ -162,7 +162,7 @@ class Hosted:
                     event = json.loads(line)
                 name = event.get("event") if isinstance(event, dict) else None
                 self._tail.append(str(name or line.decode(errors="replace").rstrip()))
-                if name in ("listening", "ready"):
+                if name in ("listening", "ready") and "target" in event:
                     said.update(target=event["target"], **{name: True})
                 elif name == "stopped":
                     self._kill(process)  # what follows is the end of its interpreter, which takes seconds

@@ -13,13 +13,14 @@ from chiasm.cache.tenant import LOCAL, tenant_root
 from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
 from chiasm.rpc.process import Process, run
 from chiasm.rpc.v1 import router_pb2_grpc
-from chiasm.settings import read_secret
+from chiasm.settings import SettingsError, read_secret
 from router.admission import AdmissionLimits
+from router.member_fleet import MemberFleet
 from router.ray_fleet import RayFleet
 from router.servicer import RouterLimits, RouterServicer
 from router.settings import RouterSettings
 from router.spread import Spread
-from router.static_fleet import MemberFleet, StaticFleet
+from router.static_fleet import StaticFleet
 from router.tenants import Quota
 from router.uploads import UploadLimits
 
@@ -77,9 +78,11 @@ def _fleet(settings: RouterSettings) -> MemberFleet:
 
 
 async def _follow(fleet: MemberFleet, process: Process) -> None:
-    """Readiness follows the fleet."""
+    """Readiness follows the fleet. Before a first pair there may be a reason why there will be none."""
     while True:
         await process.require(PAIR, there=fleet.takes_requests())
+        for why in fleet.hopeless():
+            process.refuse(SettingsError(*why))
         await fleet.changed()
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from router.member import addresses
 
 Role: TypeAlias = Literal["encoder", "decoder"]
+
+
+class Hopeless(NamedTuple):
+    """Why workers that there should be never come, as people are told it."""
+
+    what: str
+    where: str
+    fix: str
 
 
 class Membership(Protocol):
@@ -24,6 +32,11 @@ class Membership(Protocol):
 
     def asleep(self, model: str) -> bool:
         """Whether a model's encoders rest, and are woken by whoever waits for one."""
+        ...
+
+    @property
+    def hopeless(self) -> Sequence[Hopeless]:
+        """Workers that died again and again, and none like them was ever ready."""
         ...
 
 
@@ -46,3 +59,7 @@ class Named:
 
     def asleep(self, model: str) -> bool:
         return False
+
+    @property
+    def hopeless(self) -> Sequence[Hopeless]:
+        return ()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from router.ray_plan import NAMESPACE, Plan, Pool
 
@@ -29,45 +29,26 @@ _ACTORS: Final = {
 }
 """Named and not imported: the router stands beside the services, and this process is where they meet."""
 
-Gone = ActorDiedError
-"""Of an actor that will never answer again."""
-
 Unheard = (RayError, TimeoutError)
 """Of one that did not answer this time."""
 
 
-class Rank(NamedTuple):
-    """What one process of a replica takes: of Ray's resources, and labels of its node."""
-
-    resources: dict[str, float]
-    labels: dict[str, str]
-
-
-def bundles(ranks: Sequence[Rank]) -> list[dict[str, float]]:
-    """What a placement group reserves for a replica: one bundle for each rank, to be packed strictly, since ranks
-    exchange activations in every layer."""
-    return [rank.resources for rank in ranks]
-
-
-def options(ranks: Sequence[Rank]) -> dict[str, Any]:
-    """How Ray places a replica.
-
-    A replica is a list of ranks, and has one today: then the actor's own resources say all that a group of one bundle
-    would, and there is no group that could be left behind. Nothing computes in several ranks yet, so nothing asks for
-    more; who does will reserve `bundles` with STRICT_PACK and place an actor in each.
-    """
-    (rank,) = ranks
-    own = {name: count for name, count in rank.resources.items() if name not in ("CPU", "GPU")}
+def options(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, Any]:
+    """How Ray places a worker: by what it takes, and labels of its node. Without labels, spread over the nodes."""
     placed: dict[str, Any] = {
-        "num_cpus": rank.resources.get("CPU", 0),
-        "num_gpus": rank.resources.get("GPU", 0),
-        "resources": own,
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "resources": {name: count for name, count in resources.items() if name not in ("CPU", "GPU")},
     }
-    if rank.labels:
-        placed["label_selector"] = rank.labels
+    if labels:
+        placed["label_selector"] = dict(labels)
     else:
         placed["scheduling_strategy"] = "SPREAD"
     return placed
+
+
+class Gone(Exception):
+    """An actor will never answer again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +117,7 @@ class Actors:
                 lifetime="detached",
                 max_restarts=0,  # every life is counted, and its restart is this program's
                 max_task_retries=0,
-                **options([Rank(pool.resources, pool.labels)]),
+                **options(pool.resources, pool.labels),
             ).remote(
                 pool.flags,
                 host=plan.host,
@@ -152,10 +133,30 @@ class Actors:
         async with asyncio.timeout(seconds):
             try:
                 return await getattr(actor, method).remote()
-            except (ActorDiedError, ActorUnavailableError):
+            except ActorUnavailableError:
                 raise
-            except RayActorError as error:  # it never began
-                raise ActorDiedError(str(error)) from None
+            except RayActorError as error:  # it died, or never began
+                raise Gone(str(error)) from None
+
+    async def stop(self, actor: Any, *, seconds: float) -> None:
+        """Has its worker drain, and returns when that has ended. Raises as `ask`, also after so many seconds."""
+        async with asyncio.timeout(seconds):
+            report = await self.ask(actor, "stop", seconds=self._plan.silence)
+            while report["state"] == "draining":
+                await asyncio.sleep(0.05)
+                report = await self.ask(actor, "report", seconds=self._plan.silence)
+
+    async def part(self, actor: Any, *, seconds: float) -> bool:
+        """Has its worker drain, and removes it. Whether that took no force, which is used after so many seconds."""
+        try:
+            await self.stop(actor, seconds=seconds)
+            await self.ask(actor, "leave", seconds=self._plan.silence)
+        except Gone:
+            return True  # as it should be; and it needed no control store for that
+        except Unheard:
+            pass
+        await self.kill(actor)
+        return False
 
     async def kill(self, actor: Any) -> None:
         """Ends an actor as nothing can prevent, and its worker with it."""

@@ -12,6 +12,7 @@ Paths in `flags` are of the nodes that workers are placed on. Pools of several m
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ import yaml
 from blake3 import blake3
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from chiasm.settings import SettingsError
+from chiasm.settings import RoleSettings, SettingsError
 from router.membership import Role
 from router.restarts import Patience
 from router.scaling import Scale
@@ -31,6 +32,9 @@ NAMESPACE: Final = "chiasm"
 
 RECONNECT_SECONDS: Final = 900
 """For which a driver and the nodes bear that Ray's control store is gone. Ray's own default is 60."""
+
+
+DRAIN_SECONDS: Final = float(RoleSettings.model_fields["drain_seconds"].default)
 
 
 class _Model(BaseModel):
@@ -78,6 +82,13 @@ class Pool(_Model):
         return self.flags.get("name", self.flags.get("model", ""))
 
     @property
+    def drain(self) -> float:
+        """Seconds that a worker gives its calls when it is to end, as its flags say. Else as roles do by themselves."""
+        with contextlib.suppress(ValueError):
+            return float(self.flags.get("drain-seconds", ""))
+        return DRAIN_SECONDS
+
+    @property
     def scale(self) -> Scale:
         return Scale(self.least, self.most, self.scale_patience, self.scale_settle, self.scale_calm)
 
@@ -104,6 +115,7 @@ class Plan(_Model):
         beat: seconds between two looks at every worker.
         silence: seconds after which a worker that does not answer is killed and replaced.
         first_delay, longest_delay, steady: seconds, as `router.restarts.Patience` has them.
+        start: seconds that a worker has from its start to being ready.
         drain: seconds that a worker is given to end, beyond those that its own flags give its calls.
     """
 
@@ -116,6 +128,8 @@ class Plan(_Model):
     pools: tuple[Pool, ...] = Field(min_length=1)
     beat: float = Field(default=1.0, gt=0, le=60)
     silence: float = Field(default=15.0, gt=0, le=3600)
+    start: float = Field(default=900.0, gt=0, le=86_400)
+    drain: float = Field(default=15.0, ge=0, le=3600)
     first_delay: float = Field(default=0.2, ge=0)
     longest_delay: float = Field(default=30.0, ge=0)
     steady: float = Field(default=30.0, ge=0)

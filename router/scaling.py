@@ -48,9 +48,10 @@ class Wanted:
     calm_since: float
 
     @classmethod
-    def first(cls, scale: Scale, now: float) -> Self:
-        """At least one at the start, even where a pool may rest: what nobody ever served is not known."""
-        return cls(max(1, scale.least), now, now)
+    def first(cls, scale: Scale, now: float, *, there: int = 0) -> Self:
+        """As many as there are: whoever counted before had a reason. At least one even where a pool may rest: what
+        nobody ever served is not known."""
+        return cls(min(max(1, scale.least, there), scale.most), now, now)
 
     def after(self, scale: Scale, seen: Seen, now: float) -> Wanted:
         """What is wanted in view of what is seen."""

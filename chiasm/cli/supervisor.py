@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from chiasm.cli.child import Child, Role, Tell, record
 from chiasm.cli.failure import FAILED, MISUSED, CommandFailed
+from chiasm.settings import three_lines
 
 T = TypeVar("T")
 
@@ -184,7 +185,7 @@ class Supervisor:
 def given_up(role: Role, code: int, deaths: int, tail: Iterable[str]) -> CommandFailed:
     """Why a role is not started again. One that was asked for what cannot be (exit status 2) has said so itself."""
     last = list(tail)
-    if code == MISUSED and (told := _told(last)):
+    if code == MISUSED and (told := three_lines(last)):
         what, where, fix = told
         return CommandFailed(what, f"{role.name} · {where}", fix, code=MISUSED)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
@@ -193,16 +194,3 @@ def given_up(role: Role, code: int, deaths: int, tail: Iterable[str]) -> Command
     if code == -signal.SIGKILL:
         fix = "give it more memory: the kernel kills what takes too much"
     return CommandFailed(f"{role.name} {how}{times} before it was ready", role.name, fix, code=FAILED, before=last)
-
-
-def _told(tail: Sequence[str]) -> tuple[str, str, str] | None:
-    """The last three lines of `chiasm.cli.failure`'s kind, without their labels."""
-    for at in range(len(tail) - 3, -1, -1):
-        first, second, third = tail[at : at + 3]
-        if first.startswith("error: "):
-            return first.removeprefix("error: "), _after_label(second), _after_label(third)
-    return None
-
-
-def _after_label(line: str) -> str:
-    return line.strip().partition(" ")[2].strip()

@@ -87,6 +87,7 @@ class Process:
         server: not started; the role adds its services while it is entered.
         registry: of what the process measures; the role registers its collectors. They run on the event loop.
         listening: whether calls are answered, or were.
+        refused: why it has ended itself before it was ready.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Process:
         self._missing = frozenset({_STARTING})  # replaced, never changed: the plain port reads it in its threads
         self._http = "none"
         self.listening = False
+        self.refused: ChiasmError | OSError | None = None
         self._ready = False
         self._was_ready = False
         self._task: asyncio.Task[object] | None = None
@@ -193,6 +195,14 @@ class Process:
                 self._task.cancel()  # nothing is served yet, so nothing is waited for
         elif self._stops == 2 and self.listening:
             self._cut_short = asyncio.create_task(self.server.stop())
+
+    def refuse(self, error: ChiasmError | OSError) -> None:
+        """Ends a process that has never been ready, and now knows that it will not be, as if it had been so when it
+        started: with three lines and 2. One that was ready goes on."""
+        if not self._was_ready and self.refused is None:
+            self.refused = error
+            self.stop()
+            self.stop()  # whoever waits here waits in vain
 
     async def live(self, role: Role[S], settings: S) -> None:
         """From `starting` to `stopped`. Raises what the role raises while it is entered."""
@@ -314,6 +324,8 @@ def run(
                 _refuse(error)
             _log.exception("failed")
             sys.exit(FAILED)
+    if process.refused is not None:
+        _refuse(process.refused)
     sys.exit(0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from chiasm.settings.kinds import Address, HttpAddress, RedisUrl, Target, Targets, is_private
 from chiasm.settings.reading import load
-from chiasm.settings.refusal import SettingsError
+from chiasm.settings.refusal import SettingsError, three_lines
 from chiasm.settings.roles import RoleSettings, Settings, SharedStoreSettings, WorkerSettings
 from chiasm.settings.secret import read_password, read_secret
 
@@ -28,4 +28,5 @@ __all__ = [
     "load",
     "read_password",
     "read_secret",
+    "three_lines",
 ]

@@ -68,10 +68,10 @@ class Served:
     def of(self, role: str, event: str) -> list[dict[str, Any]]:
         return [said for said in list(self.records) if said.get("role") == role and said["event"] == event]
 
-    def until(self, role: str, event: str, count: int = 1) -> dict[str, Any]:
+    def until(self, role: str, event: str, count: int = 1, *, seconds: float = 40) -> dict[str, Any]:
         """The record with which a role has said something so many times."""
         with self._news:
-            said = self._news.wait_for(lambda: len(self.of(role, event)) >= count or self._open == 0, timeout=40)
+            said = self._news.wait_for(lambda: len(self.of(role, event)) >= count or self._open == 0, timeout=seconds)
             found = self.of(role, event)
         assert said and len(found) >= count, f"{role} did not say {event} {count} times: {self.records} {self.odd}"
         return found[count - 1]

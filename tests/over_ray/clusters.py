@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ from router import ray_plan
 from tests import digits
 from tests.e2e.test_digits import drawn
 from tests.processes import Role, _secret
-from tests.waiting import alive
+from tests.redis_server import RedisServer, redis_server
+from tests.waiting import alive, until
 
 OBJECT_STORE_BYTES = 80 << 20
 
@@ -68,6 +70,11 @@ class Cluster:
         head: Any = self.nodes.head_node
         head.kill_gcs_server(check_alive=False)
 
+    def start_control_store(self) -> None:
+        """Again, at its port: it reads what it knew from its Redis."""
+        head: Any = self.nodes.head_node
+        head.start_gcs_server()
+
     def processes(self) -> list[int]:
         """Of Ray's own."""
         found = []
@@ -88,15 +95,24 @@ class Cluster:
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     with (
+        redis_server("--port", str(port := free_port())),
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patched,
     ):
+        patched.setenv("RAY_REDIS_ADDRESS", f"127.0.0.1:{port}")
         patched.setenv("RAY_TMPDIR", folder)  # of everything that Ray writes, also what it writes past `temp_dir`
         made = Cluster(Path(folder))
         try:
             yield made
         finally:
             made.end()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def pool(role: str, folder: Path, *, flags: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:
@@ -173,6 +189,18 @@ class Fleet:
         return int(self.said("controller started")[-1]["pid"])
 
 
+class Served(Fleet):
+    """With what it stands on.
+
+    Attributes:
+        flags: of its workers, beside those that all have.
+    """
+
+    nodes: Cluster
+    store: RedisServer
+    flags: dict[str, str]
+
+
 F = TypeVar("F", bound=Fleet)
 
 
@@ -208,6 +236,12 @@ async def read_right(target: str, *, frames: int = 3) -> None:
     async with AsyncClient(target, max_retries=4) as client:
         answer = await client.generate("digits", [Video(digits.clip(shown_frames)), "Read the digits."], max_tokens=24)
     assert answer.text == " ".join(map(str, shown)), (seed, answer, shown)
+
+
+async def settled(fleet: Fleet) -> None:
+    """Waits until a fleet has one worker of each role, and reads right."""
+    await until(lambda: all(len(fleet.serving(role)) == 1 for role in ("encoder", "decoder")), seconds=60)
+    await read_right(fleet.target)
 
 
 class Asking:

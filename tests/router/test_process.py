@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Role
-from tests.router.test_static_fleet import Decoder, Encoder, serving
+from tests.router.test_member_fleet import Decoder, Encoder, serving
 from tests.waiting import until
 
 

@@ -16,7 +16,7 @@ from chiasm.errors import CheckpointError, Unsupported
 from chiasm.rpc.http import STALLED
 from chiasm.rpc.process import OVERTIME, Process, run
 from chiasm.rpc.v1 import router_pb2, router_pb2_grpc
-from chiasm.settings import RoleSettings
+from chiasm.settings import RoleSettings, SettingsError
 
 SCRIPT = sys.argv[1]
 
@@ -33,6 +33,8 @@ class Router(router_pb2_grpc.RouterServicer):
         if SCRIPT == "lacking":
             await _find(self._process)
         logging.getLogger("role").info("called")
+        if SCRIPT in ("hopeless", "hopeless-late"):
+            self._process.refuse(SettingsError("no encoder will come", "encoder digits", "name another model"))
         seconds = float(dict(context.invocation_metadata()).get("seconds", 0))
         await asyncio.sleep(seconds)
         return router_pb2.ListModelsResponse(models=[router_pb2.Model(name=str(self._process.draining))])
@@ -52,7 +54,7 @@ async def serve(settings: RoleSettings, process: Process) -> AsyncIterator[None]
         raise ZeroDivisionError("unforeseen")
     if SCRIPT == "load":
         await asyncio.to_thread(_load, process)
-    if SCRIPT == "lacking":
+    if SCRIPT in ("lacking", "hopeless"):
         await process.require("an encoder", there=False)
     process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, Router(process))
     yield

@@ -167,6 +167,29 @@ async def test_what_cannot_work_is_told_in_three_lines(script: str, flags: list[
     assert lines[2] in running.text[2]
 
 
+async def test_a_process_that_learns_that_it_will_never_be_ready_says_so_in_three_lines_and_lets_nobody_wait() -> None:
+    async with role("hopeless", "--drain-seconds", "60") as running:
+        target = (await running.logged("listening"))["target"]
+        waiting = asyncio.create_task(models(target, seconds=60))
+        assert await running.ended() == 2
+        with pytest.raises(ChiasmError):
+            await waiting
+    assert running.text == [
+        "error: no encoder will come",
+        "  where  encoder digits",
+        "  fix    name another model",
+    ]
+
+
+async def test_a_process_that_was_ready_once_does_not_give_up() -> None:
+    async with role("hopeless-late") as running:
+        target = (await running.logged("ready"))["target"]
+        assert await models(target) == await models(target) == "False"
+        running.process.terminate()
+        assert await running.ended() == 0
+    assert running.text == []
+
+
 async def test_an_address_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     async with role("fine", "--http", "127.0.0.1:0", "--listen", f"unix:{tmp_path}/s") as first:
         ready = await first.logged("ready")

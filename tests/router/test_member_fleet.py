@@ -1,4 +1,4 @@
-"""A fleet of fixed addresses: workers are found, paired by fingerprint and reach, chosen from, lost and found again."""
+"""A fleet over a membership: workers are found, paired by fingerprint and reach, chosen from, lost and found again."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -21,8 +21,12 @@ from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.circuit import BROKEN, FIRST_REST
 from router.fleet import EncoderCalls, EncoderWorker, Form, Served, common_form
 from router.member import Member, Members, addresses
+from router.member_fleet import MemberFleet
+from router.ray_fleet import Controlled
+from router.ray_words import Told
 from router.remote import RemoteEncoder
 from router.static_fleet import StaticFleet
+from tests.router.child import plan, program
 from tests.waiting import until
 
 PRINT = bytes(range(32))
@@ -89,8 +93,18 @@ async def serving(worker: Encoder | Decoder, address: str = "127.0.0.1:0") -> As
         yield server.target
 
 
+class FleetOf(Protocol):
+    """A fleet of addresses, as one membership or another says them."""
+
+    def __call__(
+        self, encoders: Sequence[str], decoders: Sequence[str], *, patience: float = 5.0
+    ) -> AbstractAsyncContextManager[MemberFleet]: ...
+
+
 @asynccontextmanager
-async def fleet_of(encoders: list[str], decoders: list[str], *, patience: float = 5.0) -> AsyncIterator[StaticFleet]:
+async def fleet_of_names(
+    encoders: Sequence[str], decoders: Sequence[str], *, patience: float = 5.0
+) -> AsyncIterator[MemberFleet]:
     fleet = StaticFleet(encoders, decoders, patience=patience, beat=0.05)
     await fleet.start()
     try:
@@ -99,12 +113,38 @@ async def fleet_of(encoders: list[str], decoders: list[str], *, patience: float 
         await fleet.close()
 
 
-async def known(fleet: StaticFleet, name: str = "m") -> Served:
+@pytest.fixture(params=["names", "controller"])
+def fleet_of(request: pytest.FixtureRequest, tmp_path: Path) -> FleetOf:
+    """By fixed names, and as the controller of a fleet over Ray says them."""
+    if request.param == "names":
+        return fleet_of_names
+
+    @asynccontextmanager
+    async def fleet_of_controller(
+        encoders: Sequence[str], decoders: Sequence[str], *, patience: float = 5.0
+    ) -> AsyncIterator[MemberFleet]:
+        folder = tmp_path / secrets.token_hex(4)
+        folder.mkdir()
+        said = Told({"encoder": list(encoders), "decoder": list(decoders)}).line()
+        controlled = Controlled(plan(folder), command=program("say(sys.argv[1]); hear(os.devnull)", said))
+        fleet = MemberFleet(controlled, patience=patience, beat=0.05)
+        await controlled.start()
+        await fleet.start()
+        try:
+            yield fleet
+        finally:
+            await fleet.close()
+            await controlled.close()
+
+    return fleet_of_controller
+
+
+async def known(fleet: MemberFleet, name: str = "m") -> Served:
     await until(lambda: name in fleet.models() and fleet.models()[name].ready)
     return fleet.models()[name]
 
 
-async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder() -> None:
+async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder(fleet_of: FleetOf) -> None:
     encoder, decoder = Encoder(), Decoder()
     async with serving(encoder) as e, serving(decoder) as d, fleet_of([e], [d]) as fleet:
         model = await known(fleet)
@@ -125,7 +165,7 @@ async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder() -> Non
     ],
     ids=["fingerprint", "arena", "model", "forms"],
 )
-async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> None:
+async def test_workers_that_do_not_fit_are_no_pair(fleet_of: FleetOf, other: dict[str, Any]) -> None:
     async with serving(Encoder(**other)) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.3) as fleet:
         await until(lambda: len([*fleet.workers()]) == 2)
         assert "m" not in fleet.models()
@@ -134,9 +174,11 @@ async def test_workers_that_do_not_fit_are_no_pair(other: dict[str, Any]) -> Non
         assert caught.value.reason == "NO_READY_ENCODER" and caught.value.retryable
 
 
-async def test_workers_without_a_common_form_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_workers_without_a_common_form_are_told_of_once(
+    fleet_of: FleetOf, caplog: pytest.LogCaptureFixture
+) -> None:
     encoder, decoder = Encoder(forms=(pb.ENTRY_FORM_STATES,)), Decoder(forms=(pb.ENTRY_FORM_CROSS_KV,))
-    with caplog.at_level("WARNING", logger="router.static_fleet"):
+    with caplog.at_level("WARNING", logger="router.member_fleet"):
         async with serving(encoder) as e, serving(decoder) as d, fleet_of([e], [d]) as fleet:
             await until(lambda: len([*fleet.workers()]) == 2)
             for _ in range(3):
@@ -145,7 +187,7 @@ async def test_workers_without_a_common_form_are_told_of_once(caplog: pytest.Log
     assert vars(record)["encoder"] == ("ENTRY_FORM_STATES",) and vars(record)["decoder"] == ("ENTRY_FORM_CROSS_KV",)
 
 
-async def test_the_form_of_a_pair_is_the_first_of_the_decoders_that_the_encoder_makes() -> None:
+async def test_the_form_of_a_pair_is_the_first_of_the_decoders_that_the_encoder_makes(fleet_of: FleetOf) -> None:
     """A decoder never gets a form it did not tell, and of several encoders only one that makes one of its forms."""
     kv, states, int8 = pb.ENTRY_FORM_CROSS_KV, pb.ENTRY_FORM_STATES, pb.ENTRY_FORM_CROSS_KV_INT8
     async with AsyncExitStack() as stack:
@@ -164,7 +206,7 @@ async def test_the_form_of_a_pair_is_the_first_of_the_decoders_that_the_encoder_
         assert agreed == {((kv, states), states), ((int8, kv), kv)}
 
 
-async def test_entries_stay_within_reach_of_their_decoder() -> None:
+async def test_entries_stay_within_reach_of_their_decoder(fleet_of: FleetOf) -> None:
     """Two nodes, each with an arena of its own."""
     near, far = bytes([1] * 16), bytes([2] * 16)
     async with AsyncExitStack() as stack:
@@ -178,7 +220,7 @@ async def test_entries_stay_within_reach_of_their_decoder() -> None:
             assert (await fleet.encoder(model, decoder, hint=bytes([i]))).reach == decoder.reach
 
 
-async def test_nodes_that_share_a_store_reach_each_other_and_the_own_node_is_preferred() -> None:
+async def test_nodes_that_share_a_store_reach_each_other_and_the_own_node_is_preferred(fleet_of: FleetOf) -> None:
     near, far, shared = bytes([1] * 16), bytes([2] * 16), bytes([9] * 16)
     async with AsyncExitStack() as stack:
 
@@ -205,7 +247,7 @@ async def test_nodes_that_share_a_store_reach_each_other_and_the_own_node_is_pre
             assert (await both.encoder(model, decoder, hint=bytes([i]))).reach.arena == near
 
 
-async def test_ranks_go_around_the_encoders_in_the_order_that_a_hint_prefers() -> None:
+async def test_ranks_go_around_the_encoders_in_the_order_that_a_hint_prefers(fleet_of: FleetOf) -> None:
     async with AsyncExitStack() as stack:
         e = [await stack.enter_async_context(serving(Encoder())) for _ in range(3)]
         d = await stack.enter_async_context(serving(Decoder()))
@@ -218,7 +260,7 @@ async def test_ranks_go_around_the_encoders_in_the_order_that_a_hint_prefers() -
         assert len(set(ranked[:3])) == 3 and ranked[3] == ranked[0]
 
 
-async def test_equal_media_meet_at_one_encoder_and_others_spread() -> None:
+async def test_equal_media_meet_at_one_encoder_and_others_spread(fleet_of: FleetOf) -> None:
     async with AsyncExitStack() as stack:
         e = [await stack.enter_async_context(serving(Encoder())) for _ in range(3)]
         d = await stack.enter_async_context(serving(Decoder()))
@@ -235,7 +277,7 @@ async def test_equal_media_meet_at_one_encoder_and_others_spread() -> None:
         assert [await chosen(hint) for hint in hints] == first and len(set(first)) == 3
 
 
-async def test_of_two_decoders_the_less_busy_is_chosen() -> None:
+async def test_of_two_decoders_the_less_busy_is_chosen(fleet_of: FleetOf) -> None:
     busy, idle = Decoder(running=5), Decoder()
     async with serving(Encoder()) as e, serving(busy) as b, serving(idle) as i, fleet_of([e], [b, i]) as fleet:
         model = await known(fleet)
@@ -249,7 +291,9 @@ async def test_of_two_decoders_the_less_busy_is_chosen() -> None:
         assert (await fleet.decoder(model)) is chosen
 
 
-async def test_a_fresh_fleet_waits_for_its_first_answer_and_then_says_to_come_back(tmp_path: Path) -> None:
+async def test_a_fresh_fleet_waits_for_its_first_answer_and_then_says_to_come_back(
+    fleet_of: FleetOf, tmp_path: Path
+) -> None:
     address = f"unix:{tmp_path}/e"
     async with serving(Decoder()) as d, fleet_of([address], [d]) as fleet:
         asking = asyncio.create_task(fleet.known())
@@ -261,7 +305,7 @@ async def test_a_fresh_fleet_waits_for_its_first_answer_and_then_says_to_come_ba
         assert caught.value.reason == "NOT_READY" and caught.value.retryable
 
 
-async def test_a_decoder_without_an_encoder_is_not_the_one_that_is_missing() -> None:
+async def test_a_decoder_without_an_encoder_is_not_the_one_that_is_missing(fleet_of: FleetOf) -> None:
     encoder = Encoder()
     async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.1) as fleet:
         model = await known(fleet)
@@ -272,7 +316,7 @@ async def test_a_decoder_without_an_encoder_is_not_the_one_that_is_missing() -> 
         assert caught.value.reason == "NO_READY_ENCODER"
 
 
-async def test_a_worker_that_drains_gets_nothing_new() -> None:
+async def test_a_worker_that_drains_gets_nothing_new(fleet_of: FleetOf) -> None:
     encoder = Encoder()
     async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d], patience=0.1) as fleet:
         model = await known(fleet)
@@ -284,7 +328,9 @@ async def test_a_worker_that_drains_gets_nothing_new() -> None:
         assert caught.value.reason == "NO_READY_ENCODER"
 
 
-async def test_a_worker_that_is_back_is_another_one_and_whoever_waits_gets_it(tmp_path: Path) -> None:
+async def test_a_worker_that_is_back_is_another_one_and_whoever_waits_gets_it(
+    fleet_of: FleetOf, tmp_path: Path
+) -> None:
     address = f"unix:{tmp_path}/e"
     async with serving(Decoder()) as d, fleet_of([address], [d]) as fleet:
         async with serving(Encoder(), address):
@@ -304,7 +350,7 @@ async def test_a_worker_that_is_back_is_another_one_and_whoever_waits_gets_it(tm
             await after.calls.reach()
 
 
-async def test_a_call_that_broke_at_a_worker_that_lives_costs_it_one_question() -> None:
+async def test_a_call_that_broke_at_a_worker_that_lives_costs_it_one_question(fleet_of: FleetOf) -> None:
     async with serving(Encoder()) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
         model = await known(fleet)
         decoder = await fleet.decoder(model)
@@ -413,7 +459,7 @@ async def test_a_name_stands_for_every_address_it_has() -> None:
     async with serving(Encoder()) as e, serving(Decoder()) as d:
         names = [f"dns:///localhost:{target.rpartition(':')[2]}" for target in (e, d)]
         assert e in await addresses(names[0])
-        async with fleet_of([names[0]], [names[1]]) as fleet:
+        async with fleet_of_names([names[0]], [names[1]]) as fleet:
             await known(fleet)
 
 
@@ -423,14 +469,14 @@ async def test_a_name_that_nobody_knows_stands_for_none_and_breaks_nothing() -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{free.getsockname()[1]}"
-        async with fleet_of([nobody, "dns:///no.such.name.invalid:1"], [nobody], patience=0.2) as fleet:
+        async with fleet_of_names([nobody, "dns:///no.such.name.invalid:1"], [nobody], patience=0.2) as fleet:
             await asyncio.sleep(0.2)
             assert fleet.models() == {}
 
 
 async def test_a_worker_that_lacks_something_is_not_chosen_and_goes_on_with_what_it_has() -> None:
     encoder = Encoder()
-    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of_names([e], [d]) as fleet:
         model = await known(fleet)
         worker = await fleet.encoder(model, await fleet.decoder(model), hint=b"")
         encoder.missing = ["the region"]
@@ -443,7 +489,7 @@ async def test_a_worker_that_lacks_something_is_not_chosen_and_goes_on_with_what
 
 async def test_a_worker_that_answers_and_whose_device_stands_still_is_given_up_with_what_it_has() -> None:
     encoder = Encoder()
-    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+    async with serving(encoder) as e, serving(Decoder()) as d, fleet_of_names([e], [d]) as fleet:
         model = await known(fleet)
         worker = await fleet.encoder(model, await fleet.decoder(model), hint=b"")
         encoder.stalled = True
@@ -475,7 +521,7 @@ async def test_an_answer_may_take_a_beat_and_never_less_than_a_busy_machine_need
 
 
 async def test_a_worker_that_says_who_it_is_and_breaks_every_call_rests_and_is_then_given_one() -> None:
-    async with serving(Encoder()) as e, serving(Decoder()) as d, fleet_of([e], [d]) as fleet:
+    async with serving(Encoder()) as e, serving(Decoder()) as d, fleet_of_names([e], [d]) as fleet:
         model = await known(fleet)
         decoder = await fleet.decoder(model)
         worker = await fleet.encoder(model, decoder, hint=b"")
