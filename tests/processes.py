@@ -34,23 +34,34 @@ class Role:
     Args:
         arguments: of its command line.
         folder: where its log is kept.
+
+    Attributes:
+        env: what it is started with beside this process's own environment.
+        within: what its command line begins with, for example a command that runs it in a namespace.
     """
 
     def __init__(self, role: str, arguments: Sequence[str], folder: Path) -> None:
         self.role = role
-        self._arguments = [sys.executable, "-m", role, *arguments, "--log-format", "json", "--supervised"]
+        self._module = ["-m", role]
+        self._arguments = [*arguments, "--log-format", "json", "--supervised"]
         self._log = folder / f"{role}-{secrets.token_hex(4)}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self.env: dict[str, str] = {}
+        self.within: list[str] = []
 
     def start(self) -> None:
         """Starts it, or starts it again after its end."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._arguments,
+                [*self.within, sys.executable, *self._module, *self._arguments],
                 stdin=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.env},
             )
+
+    def through(self, module: str, *arguments: str) -> None:
+        """Has a module run it from its next start on: `python -m MODULE ARGUMENTS… ROLE …`."""
+        self._module = ["-m", module, *arguments, self.role]
 
     @property
     def pid(self) -> int:

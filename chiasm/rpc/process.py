@@ -46,7 +46,8 @@ from prometheus_client import CollectorRegistry
 
 from chiasm import log
 from chiasm.errors import Cancelled, CheckpointError, ChiasmError, StatusError
-from chiasm.rpc import limits
+from chiasm.failpoints import Failpoints, parse
+from chiasm.rpc import faulty, limits
 from chiasm.rpc.http import STALLED, PlainPort
 from chiasm.rpc.server import Server
 from chiasm.settings import RoleSettings, SettingsError, load
@@ -79,6 +80,7 @@ class Process:
         role: the role's name.
         server: not started; the role adds its services while it is entered.
         registry: of what the process measures; the role registers its collectors. They run on the event loop.
+        failpoints: those that it was started with; none in service.
         listening: whether calls are answered, or were.
     """
 
@@ -92,7 +94,9 @@ class Process:
         overtime: float = OVERTIME,
     ) -> None:
         self.role = role
-        self.server = Server(settings.listen, message_bytes=message_bytes)
+        self.failpoints = Failpoints(parse(settings.failpoints))
+        interceptors = [faulty.Interceptor(self.failpoints)] if self.failpoints else []
+        self.server = Server(settings.listen, message_bytes=message_bytes, interceptors=interceptors)
         self.registry = CollectorRegistry()
         self._settings = settings
         self._stalled = stalled
@@ -160,6 +164,8 @@ class Process:
         _log.info("starting", extra={"role": self.role, "version": metadata.version("chiasm"), "pid": os.getpid()})
         if settings.insecure:
             _log.warning("insecure", extra={"listen": settings.listen})
+        if self.failpoints:
+            _log.warning("failpoints", extra={"faults": settings.failpoints})
         try:
             async with AsyncExitStack() as stack:
                 if settings.http != "none":
@@ -223,6 +229,7 @@ def run(
     """
     try:
         settings = load(kind, sys.argv[1:] if argv is None else argv, program=program or _program(kind))
+        faulty.check(parse(settings.failpoints))
     except SettingsError as error:
         _refuse(error)
     log.configure(settings.log_format)
