@@ -20,6 +20,9 @@ from router.spread import Spread
 from router.static_fleet import StaticFleet
 from router.uploads import UploadLimits
 
+FAREWELL = 0.5
+"""Seconds before the end of its drain at which a router ends the answers that still run."""
+
 PAIR = "an encoder and a decoder that fit"
 
 
@@ -29,6 +32,7 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     fleet = StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
     limits = RouterLimits(
         max_seconds=settings.max_seconds,
+        slow_seconds=settings.slow_seconds,
         spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
     )
@@ -37,13 +41,20 @@ async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[Non
     process.server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, servicer)
     await process.require(PAIR, there=False)
     await fleet.start()
-    watching = asyncio.create_task(_follow(fleet, process))
+    tasks = [asyncio.create_task(_follow(fleet, process)), asyncio.create_task(_let_go(servicer, process))]
     try:
         yield
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await fleet.close()
+
+
+async def _let_go(servicer: RouterServicer, process: Process) -> None:
+    """Answers that do not end within the drain are told so before it is over: a call that is cut off tells nothing."""
+    await process.almost_drained(FAREWELL)
+    await servicer.let_go()
 
 
 async def _follow(fleet: StaticFleet, process: Process) -> None:

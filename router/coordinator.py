@@ -3,29 +3,36 @@ with `router.encoding` the only place that decides to ask again.
 
 One `Encode` per medium, one `Decode` for the timeline. Sizes are shared among the media, go is given once the decoder
 has admitted them, entries are forwarded as they become ready, and nothing is told to the client before the decoder
-has begun to answer, which it does only when every medium was decoded to its end. It touches messages, never tensors.
+has begun to answer, which it does only when every medium was decoded to its end. A decoder that is lost at whatever
+token is replaced: the next one is told the timeline and what the client has (`router.answer`), in an attempt of its own
+(`router.attempt`). The request never changes. It touches messages, never tensors.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Final
 
-from chiasm.errors import ChiasmError, DeadlineExceeded, ServerError, Unavailable
+from chiasm.errors import ChiasmError, DeadlineExceeded, StatusError, Unavailable
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
-from router.dispatch import Outbox
+from router.answer import Answer, OutOfStep
+from router.attempt import LAST_WORDS, Attempt
+from router.basis import Basis, model_changed
 from router.encoding import LOST, PAUSE, Encoding
-from router.fleet import DecoderWorker, Fleet, Served
+from router.fleet import DecoderWorker, Fleet, Served, speaks_as
+from router.laying import opened, ready_at, sized_at
 from router.media import Source
+from router.resume_token import Resumable, ResumeTokens
 from router.spread import Spread
+from router.window import PATIENCE, Window
 from router.work import WHOLE, Work
 
 _log = logging.getLogger(__name__)
@@ -34,19 +41,24 @@ INITIAL_CREDIT: Final = 64 << 20
 """Bytes of entries a medium may have pinned before any is attached; one unit always passes."""
 
 DECODERS: Final = 2
-"""Decoders that may be lost over one request before its first token. After it nothing is tried again: tokens are
-out."""
+"""Decoders that may be lost over one request without having drawn a token of it. What ends two of them may be the
+request itself, and it is not given to a third."""
 
-ACCOUNT_SECONDS: Final = 5.0
-"""How long a finished answer waits for the encoders' last words. They have nothing else left to do; no answer is lost
-because an encoder is at that moment."""
-
-AHEAD: Final = 64
-"""Events that wait for a client. Then the decoder waits too."""
+ATTEMPTS: Final = 8
+"""Decoders that may be lost over one request in all. Its client may go on with it, later or elsewhere."""
 
 
 class Coordinator(Work):
-    """Serves one checked `GenerateRequest`. Arguments are those of `Work`."""
+    """Serves one checked `GenerateRequest`. Arguments are those of `Work`, and
+
+    Args:
+        resumed: what the token said that came with the request; None for one that begins.
+        patience: seconds that a client is given to read.
+
+    Attributes:
+        seams: what happened to the stream that its client did not see, by name: `resumed` (decoders that went on with
+            it), `repeated` and `stale` (messages that were not told).
+    """
 
     def __init__(
         self,
@@ -59,11 +71,13 @@ class Coordinator(Work):
         deadline: float | None = None,
         credit: int = INITIAL_CREDIT,
         spread: Spread = WHOLE,
+        resumed: Resumable | None = None,
+        patience: float = PATIENCE,
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
             fleet,
-            model,
+            model if resumed is None else replace(model, text_fingerprint=resumed.text_fingerprint),
             request.media,
             sources,
             items,
@@ -74,28 +88,28 @@ class Coordinator(Work):
             priority=request.priority,
         )
         self._request = request
-        self._seed = checked.seed_of(request.sampling)
-        self._events: asyncio.Queue[rpb.GenerateResponse | Exception | None] = asyncio.Queue(AHEAD)
-        self._told: Outbox[dpb.DecodeRequest] = Outbox()
-        self._attempt = 0
-        self._losses = 0
-        self._admitted = False
+        self._basis = Basis(request, model, ResumeTokens(tenant_root), resumed)
+        self._number = 0 if resumed is None else resumed.attempt
+        self._answer = Answer(checked.sequences(request.sampling), request.resume.emitted)
+        self._window = Window(patience=patience)
+        self._attempt: Attempt | None = None
         self._began = False
-        self._tokens = 0
+        self._losses = 0
+        self._barren = 0  # of those: without a token
         self._answered = False
+        self._resumed = 0
+        self._stale = 0
 
     async def run(self) -> AsyncGenerator[rpb.GenerateResponse, None]:
         """The events of the answer. Closing it cancels every call of the request.
 
         Raises ChiasmError; DeadlineExceeded names the stage at which the time was up.
         """
-        self.start(self._run_decoder)
+        self.start(self._run_decoders)
         if self.remaining is not None:
             self.start(self._watch_clock)
         try:
-            while (event := await self._events.get()) is not None:
-                if isinstance(event, Exception):
-                    raise event
+            while (event := await self._window.get()) is not None:
                 yield event
         finally:
             await self.end()
@@ -105,13 +119,20 @@ class Coordinator(Work):
         await asyncio.sleep(max(self.remaining or 0.0, 0.0))
         stage = self.stage
         error = DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage)
-        await self._events.put(error)
+        self._window.end(error, at_once=True)
 
     async def failed(self, error: Exception) -> None:
-        if not self._answered:
-            await self._events.put(error)
+        unread = getattr(error, "reason", "") == "SLOW_CONSUMER"
+        if unread or not self._answered:
+            self._window.end(error, at_once=unread)
+            self.halt()  # a client that does not read may not come back for its error
         for medium in self.media:
             medium.accounted.set()  # nobody waits for what will not come
+
+    @property
+    def seams(self) -> dict[str, int]:
+        found = {"resumed": self._resumed, "repeated": self._answer.dropped, "stale": self._stale}
+        return {name: count for name, count in found.items() if count}
 
     @property
     def stage(self) -> str:
@@ -119,113 +140,119 @@ class Coordinator(Work):
         early = self.early_stage
         if early is not None:
             return early
-        if not self._admitted:
+        attempt = self._attempt
+        if attempt is None or not attempt.admitted:
             return "queue"
         unannounced = [medium for medium in self.media if not medium.all_announced]
         if unannounced:
             return "encode" if all(medium.source.whole for medium in unannounced) else "fetch"
-        return "decode" if self._began else "prefill"
+        return "decode" if attempt.began else "prefill"
 
-    # -- the decoder's call ------------------------------------------------------------------------------------------
+    # -- decoders, one after the other -------------------------------------------------------------------------------
 
-    async def _run_decoder(self) -> None:
-        """Asks a decoder, and another one if the first is lost before its first token."""
+    async def _run_decoders(self) -> None:
+        """Asks a decoder, and another one whenever one is lost."""
         while True:
             first = self.decoder is None
-            worker = await self.reach_decoder()
-            self._attempt += 1
-            self._told = self._timeline_so_far()
-            for medium in self.media:
-                for ready in [*medium.announced.values()]:
-                    self.on_ready(medium, ready)
+            worker = await self._choose_decoder()
+            attempt = self._begin(worker)
             if first:
                 for medium in self.media:
                     self.start(medium.run)
             try:
-                await self._decode(worker)
-            except LOST as error:
+                await attempt.run(self._on, timeout=self.allowance)
+            except (*LOST, OutOfStep) as error:
                 self.fleet.lost(worker)
-                if error.reason == "DRAINING":  # it has not begun: that costs the request nothing but a moment
-                    await asyncio.sleep(PAUSE)
+                self._answered = False
+                if getattr(error, "reason", "") == "DRAINING" and not attempt.heard:
+                    await asyncio.sleep(PAUSE)  # it has not begun: that costs the request nothing but a moment
                     continue
-                self._losses += 1
-                if self._tokens or self._losses >= DECODERS:
-                    raise Unavailable(
-                        "DECODER_LOST",
-                        f"the decoder was lost after {self._tokens} tokens",
-                        retry_after=1.0,
-                        facts={"tokens": self._tokens, "lost": self._losses},
-                    ) from error
+                self._count_loss(attempt, error)
+            except StatusError as error:
+                if error.reason == "NOT_RESUMABLE":
+                    error.code = "ABORTED"
+                raise
             else:
-                await self._events.put(None)  # only now: the decoder has given back what the timeline held
+                self._window.end()  # only now: the decoder has given back what the timeline held
                 return
+            finally:
+                self._stale += attempt.stale
 
-    async def _decode(self, worker: DecoderWorker) -> None:
-        with worker.busy():
-            calls = worker.calls.decode(self._told.messages(), timeout=self.allowance)
-            async with aclosing(calls):
-                # A worker that stands still is given up as long as another can take its place.
-                async with aclosing(worker.attended(calls)) as early:
-                    finished = await self._heard(early, until_token=True)
-                if finished or await self._heard(calls):
-                    await self._see_off(calls)
-                    return
-        raise ServerError("STREAM_BROKEN", "the decoder ended its stream before the answer was finished")
-
-    async def _see_off(self, responses: AsyncIterator[dpb.DecodeResponse]) -> None:
-        """Lets a decoder end its stream by itself: when it has, it has given back what the timeline held."""
+    async def _choose_decoder(self) -> DecoderWorker:
+        """One that can be reached, and of the model that the tokens told so far came from."""
         try:
-            async with asyncio.timeout(ACCOUNT_SECONDS):
-                async for _ in responses:
-                    pass
-        except (TimeoutError, ChiasmError):
-            pass  # the answer is whole, and the call ends with this request
+            worker = await self.reach_decoder()
+        except Unavailable as error:
+            there = self.fleet.models().get(self.model.name)
+            if self._basis.known and error.reason == "NO_READY_DECODER" and there is not None and there.ready:
+                raise model_changed() from error  # there are decoders, only none of the same
+            raise
+        if self._basis.known and not speaks_as(worker, self.model):
+            raise model_changed()
+        return worker
 
-    async def _heard(self, responses: AsyncIterator[dpb.DecodeResponse], *, until_token: bool = False) -> bool:
-        """Follows a decoder. Returns whether the answer is finished."""
-        async for response in responses:
-            if response.HasField("tokens"):  # nearly all are: no more is done for one than must be
-                self._tokens += len(response.tokens.ids)
-                await self._events.put(rpb.GenerateResponse(tokens=response.tokens))
-            else:
-                await self._on(response)
-                if response.HasField("finished") and response.finished.HasField("usage"):
-                    return True  # it was the last sequence
-            if until_token and self._tokens:
-                break
-        return False
-
-    def _timeline_so_far(self) -> Outbox[dpb.DecodeRequest]:
-        """What a decoder is to be told of the timeline and that is known already, in an order that it takes."""
-        told: Outbox[dpb.DecodeRequest] = Outbox()
-        told.put(dpb.DecodeRequest(open=self._opened()))
-        told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
+    def _begin(self, worker: DecoderWorker) -> Attempt:
+        """A new attempt, which is told all that is known of the timeline, in an order that a decoder takes."""
+        self._number += 1
+        self._resumed += self._answer.tokens > 0
+        attempt = self._attempt = Attempt(self._number, worker)
+        self._answer.reopen()
+        open_ = opened(self._request, self.model, self.media, seed=self._basis.seed)
+        open_.request_id, open_.tenant_root, open_.attempt = self.id, self.root, attempt.number
+        open_.emitted.extend(self._answer.emitted())
+        attempt.told.put(dpb.DecodeRequest(open=open_))
+        attempt.told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
         for medium in self.media:
             if medium.sized is not None:
-                told.put(self._sized_at(medium))
-        return told
+                attempt.told.put(self._sized_at(medium))
+        for medium in self.media:
+            for ready in [*medium.announced.values()]:
+                self.on_ready(medium, ready)
+        return attempt
 
-    def _opened(self) -> dpb.DecodeOpen:
-        request = self._request
-        return dpb.DecodeOpen(
-            request_id=self.id,
-            attempt=self._attempt,
-            model=self.model.name,
-            fingerprint=self.model.fingerprint,
-            tenant_root=self.root,
-            prompt=request.prompt,
-            slots=[dpb.Slot(slot=m.slot, kind=request.media[m.slot].kind, item=m.item) for m in self.media],
-            sampling=request.sampling,
-            seed=self._seed,
-            sample=dpb.SAMPLE_MODE_WHEN_CLOSED,
-            prompt_visibility=request.prompt_visibility,
-            priority=request.priority,
+    def _count_loss(self, attempt: Attempt, error: Exception) -> None:
+        """Raises Unavailable DECODER_LOST if that was one too many. What the client has stays good."""
+        self._losses += 1
+        self._barren += not attempt.tokens
+        told = self._answer.tokens
+        _log.warning(
+            "decoder lost",
+            extra={
+                "request": self.id.hex(),
+                "attempt": attempt.number,
+                "tokens": told,
+                "reason": error.reason if isinstance(error, ChiasmError) else "OUT_OF_STEP",
+            },
         )
+        if self._barren >= DECODERS or self._losses >= ATTEMPTS:
+            raise Unavailable(
+                "DECODER_LOST",
+                f"{self._losses} decoders were lost over this request, the last one after {told} tokens",
+                retry_after=1.0,
+                facts={"tokens": told, "lost": self._losses},
+            ) from error
 
-    async def _on(self, response: dpb.DecodeResponse) -> None:
+    # -- what a decoder tells ----------------------------------------------------------------------------------------
+
+    async def _on(self, response: dpb.DecodeResponse) -> bool:
+        """Takes a response of the running attempt. Returns whether the answer is complete."""
+        attempt = self._attempt
+        assert attempt is not None, "a decoder answers an attempt"
         which = response.WhichOneof("message")
-        if which == "admitted":
-            self._admitted = True
+        if which == "tokens":
+            if self._answer.takes_tokens(response.tokens):
+                attempt.tokens += len(response.tokens.ids)
+                await self._window.put(rpb.GenerateResponse(tokens=response.tokens))
+        elif which == "visible":
+            if self._answer.takes_visible(response.visible):
+                await self._window.put(rpb.GenerateResponse(visible=response.visible))
+        elif which == "finished":
+            return await self._on_finished(response.finished)
+        elif which == "started":
+            attempt.began = True
+            await self._on_started(attempt, response.started)
+        elif which == "admitted":
+            attempt.admitted = True
             held: list[set[int]] = [set() for _ in self.media]
             for unit in response.admitted.held:
                 held[unit.slot].add(unit.unit)
@@ -237,21 +264,36 @@ class Coordinator(Work):
         elif which == "missing":
             unit = response.missing.unit
             self.media[unit.slot].missing(unit.unit)
-        elif which == "started":
+        return False
+
+    async def _on_started(self, attempt: Attempt, started: pb.Started) -> None:
+        """Tells the client once that the answer begins, and each time how to go on with it. Raises as `Basis.laid`."""
+        media = [await medium.source.digest() for medium in self.media]
+        texts = attempt.worker.text_fingerprints
+        point = self._basis.laid(
+            attempt.number, texts.get(self.model.name, b""), media, started.prompt_digest, remaining=self.remaining
+        )
+        self.model = replace(self.model, text_fingerprint=self._basis.text_fingerprint)
+        if not self._began:
             self._began = True
-            await self._events.put(rpb.GenerateResponse(started=response.started))
-        elif which == "visible":
-            await self._events.put(rpb.GenerateResponse(visible=response.visible))
-        elif which == "finished":
-            last = response.finished.HasField("usage")
-            finished = await self._accounted(response.finished) if last else response.finished
-            await self._events.put(rpb.GenerateResponse(finished=finished))
+            await self._window.put(rpb.GenerateResponse(started=started))
+        await self._window.put(rpb.GenerateResponse(resume_point=point))
+
+    async def _on_finished(self, finished: pb.Finished) -> bool:
+        """Whether that was the last word."""
+        end = self._answer.takes_finished(finished)
+        if end is None:
+            return False
+        last = end.HasField("usage")
+        await self._window.put(rpb.GenerateResponse(finished=await self._accounted(end) if last else end))
+        return last
 
     async def _accounted(self, finished: pb.Finished) -> pb.Finished:
-        """With what only the encoders know, and may not have said yet: a decoder is quick with a short answer."""
+        """With what only the encoders know, and may not have said yet: a decoder is quick with a short answer. No
+        answer is lost because an encoder is at that moment."""
         self._answered = True
         try:
-            async with asyncio.timeout(ACCOUNT_SECONDS):
+            async with asyncio.timeout(LAST_WORDS):
                 for medium in self.media:
                     await medium.accounted.wait()
         except TimeoutError:
@@ -265,7 +307,8 @@ class Coordinator(Work):
     # -- what the media tell -----------------------------------------------------------------------------------------
 
     def on_sized(self, encoding: Encoding) -> None:
-        self._told.put(self._sized_at(encoding))
+        if self._attempt is not None:
+            self._attempt.told.put(self._sized_at(encoding))
 
     def _sized_at(self, medium: Encoding) -> dpb.DecodeRequest:
         message = sized_at(medium)
@@ -277,20 +320,8 @@ class Coordinator(Work):
         return message
 
     def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
+        assert self._attempt is not None, "entries are asked for by a decoder"
         if self.takes(ready.entry.form):
-            self._told.put(_ready_at(encoding, ready))
+            self._attempt.told.put(ready_at(encoding, ready))
         else:  # it was made for a decoder that was lost; this one takes other forms
             encoding.missing(ready.unit)
-
-
-def sized_at(medium: Encoding, *, final: bool = False) -> dpb.DecodeRequest:
-    """Tells a decoder which units a medium becomes; as final if they are, or if nothing will come of them anyway."""
-    sized = medium.sized
-    assert sized is not None, "a medium is told about when it is sized"
-    return dpb.DecodeRequest(
-        sized=dpb.DecodeSized(slot=medium.slot, revision=sized.revision, final=sized.final or final, units=sized.units)
-    )
-
-
-def _ready_at(medium: Encoding, ready: epb.EncodeReady) -> dpb.DecodeRequest:
-    return dpb.DecodeRequest(ready=dpb.DecodeReady(slot=medium.slot, unit=ready.unit, entry=ready.entry))

@@ -15,10 +15,11 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
-from router.coordinator import DECODERS, sized_at
+from router.coordinator import DECODERS
 from router.dispatch import Outbox
 from router.encoding import LOST, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
+from router.laying import sized_at
 from router.media import Source
 from router.work import Work
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -80,6 +80,7 @@ class Worker(Generic[C]):
         calls: what it can be asked.
         reach: of its entries.
         forms: of entries that it makes or takes, for each model that it serves; what it would rather have comes first.
+        text_fingerprints: of a decoder, for each model: what shapes tokens beside the entries.
 
     Attributes:
         running: calls of this router that it works on.
@@ -88,12 +89,19 @@ class Worker(Generic[C]):
     """
 
     def __init__(
-        self, replica_id: bytes, calls: C, *, reach: Reach = _HERE, forms: Mapping[str, Sequence[Form]] | None = None
+        self,
+        replica_id: bytes,
+        calls: C,
+        *,
+        reach: Reach = _HERE,
+        forms: Mapping[str, Sequence[Form]] | None = None,
+        text_fingerprints: Mapping[str, bytes] | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.calls = calls
         self.reach = reach
         self.forms: Mapping[str, Sequence[Form]] = forms or {}
+        self.text_fingerprints: Mapping[str, bytes] = text_fingerprints or {}
         self.running = 0
         self.load = 0
         self.silent = asyncio.Event()
@@ -109,6 +117,27 @@ class Worker(Generic[C]):
                 yield response
         finally:
             silence.cancel()
+
+    @asynccontextmanager
+    async def heard_of(self) -> AsyncIterator[None]:
+        """As `attended`, for a whole block of one task: each response costs nothing."""
+        clock = asyncio.timeout(None)
+
+        async def give_up() -> None:
+            await self.silent.wait()
+            clock.reschedule(asyncio.get_running_loop().time())
+
+        try:
+            async with clock:
+                giving_up = asyncio.create_task(give_up())
+                try:
+                    yield
+                finally:
+                    giving_up.cancel()
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise _stands_still() from None
 
     @property
     def busyness(self) -> int:
@@ -132,14 +161,23 @@ async def _sooner(response: Awaitable[R | None], silence: asyncio.Task[bool]) ->
         await asyncio.wait({coming, silence}, return_when=asyncio.FIRST_COMPLETED)
         if coming.done():
             return coming.result()
-        raise Unavailable("WORKER_SILENT", "a worker stands still", retry_after=1.0)
+        raise _stands_still()
     finally:
         if coming.cancel():
             await asyncio.wait([coming])  # a generator is closed by one at a time
 
 
+def _stands_still() -> Unavailable:
+    return Unavailable("WORKER_SILENT", "a worker stands still", retry_after=1.0)
+
+
 EncoderWorker = Worker[EncoderCalls]
 DecoderWorker = Worker[DecoderCalls]
+
+
+def speaks_as(decoder: DecoderWorker, model: Served) -> bool:
+    """Whether a decoder may go on with what was begun as `model` says."""
+    return model.text_fingerprint in (b"", decoder.text_fingerprints.get(model.name, b""))
 
 
 def common_form(encoder: EncoderWorker, decoder: DecoderWorker, model: str) -> Form | None:
@@ -158,6 +196,8 @@ class Served:
         context_limit: tokens of prompt and answer together.
         layers: of its decoder.
         ready: whether an encoder and a decoder that fit could take a request now.
+        text_fingerprint: of what shapes tokens beside the entries, where an answer has begun and only a decoder of an
+            equal one may go on with it. Empty: any may.
     """
 
     name: str
@@ -166,6 +206,7 @@ class Served:
     context_limit: int
     layers: int
     ready: bool = True
+    text_fingerprint: bytes = b""
 
 
 class Fleet(Protocol):
@@ -183,7 +224,8 @@ class Fleet(Protocol):
         ...
 
     async def decoder(self, model: Served) -> DecoderWorker:
-        """A decoder for one timeline. Waits a while for one, if there is none at the moment.
+        """A decoder for one timeline, of the model's text fingerprint if it names one. Waits a while for one, if there
+        is none at the moment.
 
         Raises Unavailable NO_READY_DECODER, or NO_READY_ENCODER where only that is missing, with a time to try again.
         """

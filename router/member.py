@@ -143,7 +143,8 @@ class Member(Generic[C, I]):
                 self._before = [past for past in (worker, *self._before) if past is not None and past.running]
                 reach = Reach(info.replica.arena_id, info.replica.shared_store_id)
                 forms = {model.name: tuple(model.forms) for model in info.models}
-                worker = Worker(info.replica.replica_id, self._calls, reach=reach, forms=forms)
+                texts = {model.name: getattr(model, "text_fingerprint", b"") for model in info.models}
+                worker = Worker(info.replica.replica_id, self._calls, reach=reach, forms=forms, text_fingerprints=texts)
             worker.load = info.load.running + info.load.waiting
             self._worker = worker
             self._up = (worker, info)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -17,6 +17,8 @@ from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import router_pb2 as rpb
 
 OPERATIONS = ("generate", "estimate", "upload")
+
+DROPPED = ("repeated", "stale")
 
 OK = "OK"
 """The reason of a request that ended well; of any other it is that of its error, or CANCELLED."""
@@ -56,6 +58,16 @@ class Meter(Collector):
             registry=self._registry,
         )  # fmt: skip
 
+        self._resumed = Counter(
+            "chiasm_resumes", "Decoders that went on with an answer that another had begun.", registry=self._registry
+        )
+        self._dropped = Counter(
+            "chiasm_dropped_responses", "Responses of decoders that were not told, by why.", ["why"],
+            registry=self._registry,
+        )  # fmt: skip
+
+        for why in DROPPED:
+            self._dropped.labels(why)
         for operation in OPERATIONS:
             self._ended.labels(operation, OK)
             self._whole.labels(operation)
@@ -64,6 +76,12 @@ class Meter(Collector):
         yield from self._registry.collect()
         yield CounterMetricFamily("chiasm_generation_tokens", "Tokens told to clients.", value=self.tokens)
         yield self.between.metric()
+
+    def seams(self, found: Mapping[str, int]) -> None:
+        """Counts what a stream went through, as `Coordinator.seams` names it."""
+        self._resumed.inc(found.get("resumed", 0))
+        for why in DROPPED:
+            self._dropped.labels(why).inc(found.get(why, 0))
 
     @contextmanager
     def request(self, operation: str) -> Iterator[Telling]:

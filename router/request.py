@@ -52,12 +52,13 @@ def check_generate(request: rpb.GenerateRequest) -> None:
     """Raises InvalidRequest, PermissionDenied or Unsupported for a request that cannot be served as it is."""
     check_label(request.request_id)
     _check_counts(request)
-    _refuse(request, ("adapter", "resume", "budget"))
+    _refuse(request, ("adapter", "budget"))
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise InvalidRequest.out_of_range(
             "priority", request.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}", "priority"
         )
     _check_sampling(request.sampling)
+    _check_emitted(request)
     _no_unknown_fields(request, "")
     _check_media(request.prompt, request.media)
 
@@ -94,6 +95,9 @@ def _check_counts(request: rpb.GenerateRequest | rpb.EstimateRequest) -> None:
     if isinstance(request, rpb.GenerateRequest):
         for name, limit in _LISTS.items():
             _check_count(f"sampling.{name}", len(getattr(request.sampling, name)), limit)
+        emitted = request.resume.emitted
+        _check_count("sequences", len(emitted), int(_RANGES["n"][1]), "resume")
+        _check_count("token ids", sum(len(sequence.ids) for sequence in emitted), MAX_TOKENS, "resume")
         _check_count("choices", len(request.sampling.guide.choice.choices), GUIDE_CHOICES, "choice")
 
 
@@ -144,6 +148,11 @@ def item_paths(prompt: pb.Prompt, media: int) -> list[str]:
 def seed_of(sampling: pb.SamplingParams) -> int:
     """The seed of a request: its own, or one drawn now."""
     return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
+
+
+def sequences(sampling: pb.SamplingParams) -> int:
+    """How many answers are asked for."""
+    return sampling.n if sampling.HasField("n") else 1
 
 
 def _parts(prompt: pb.Prompt) -> Iterator[tuple[str, pb.Part]]:
@@ -229,6 +238,22 @@ def _check_sampling(sampling: pb.SamplingParams) -> None:
             raise InvalidRequest.out_of_range(f"logit_bias[{i}]", entry.bias, "finite", f"logit_bias[{i}]")
     if sampling.HasField("guide"):
         _check_guide(sampling.guide)
+
+
+def _check_emitted(request: rpb.GenerateRequest) -> None:
+    """What a client says that it has is of sequences that it asked for, and no longer than they may be."""
+    if request.HasField("resume") and not request.resume.resume_token:
+        raise InvalidRequest("FIELD_MISSING", "the resume token is missing", item="resume", facts={"field": "resume"})
+    allowed, seen = sequences(request.sampling), set[int]()
+    for emitted in request.resume.emitted:
+        if emitted.sequence >= allowed or emitted.sequence in seen:
+            raise InvalidRequest.out_of_range(
+                "resume.emitted", emitted.sequence, f"each sequence below {allowed} once", "resume"
+            )
+        seen.add(emitted.sequence)
+        if request.sampling.HasField("max_tokens") and len(emitted.ids) > request.sampling.max_tokens:
+            most = f"at most max_tokens ({request.sampling.max_tokens}) of a sequence"
+            raise InvalidRequest.out_of_range("resume.emitted", len(emitted.ids), most, "resume")
 
 
 def _check_guide(guide: pb.Guide) -> None:

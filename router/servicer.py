@@ -17,19 +17,22 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound
+from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 from chiasm.rpc.line import line
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
+from router.basis import model_changed
 from router.coordinator import Coordinator
 from router.estimate import Estimating
 from router.fleet import Fleet, Served
 from router.media import Inline, Source
 from router.meter import Meter, Telling
 from router.request import check_estimate, check_generate, check_label, item_paths
+from router.resume_token import Resumable, ResumeTokens, refused, request_digest
 from router.spread import Spread
 from router.uploads import UploadLimits, Uploads
+from router.window import PATIENCE, slow_consumer
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +48,14 @@ class RouterLimits:
         max_seconds: of one request. Longer deadlines are cut to it, and it stands where there is none.
         margin: seconds that the router answers before a client's deadline, so that its word, which names the stage, is
             heard; never more than a quarter of the time there is.
+        slow_seconds: that a client is given to read, once as much waits for it as may.
         spread: how the units of a long medium are shared out.
         uploads: bounds on media that come by themselves.
     """
 
     max_seconds: float = 3600.0
     margin: float = 0.2
+    slow_seconds: float = PATIENCE
     spread: Spread = field(default_factory=Spread)
     uploads: UploadLimits = field(default_factory=UploadLimits)
 
@@ -68,6 +73,14 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self.uploads = Uploads(self.limits.uploads)
         self.meter = Meter()
         self._root = tenant_root
+        self._resumes = ResumeTokens(tenant_root)
+        self._answering: set[Coordinator] = set()
+
+    async def let_go(self) -> None:
+        """Ends every answer that still runs with Unavailable DRAINING, behind what waits for its client. Each has been
+        told how to go on elsewhere."""
+        for work in [*self._answering]:
+            await work.failed(Unavailable("DRAINING", "the router is ending", retry_after=1.0))
 
     # -- what is served ----------------------------------------------------------------------------------------------
 
@@ -88,7 +101,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         with self._told("generate", label) as (said, telling):
             deadline = self._deadline(timeout)
             check_generate(request)
+            resumed = self._resumed(request)
             model = await self._find(request.model, deadline)
+            if resumed is not None:
+                said["resumes"] = resumed.label
+                if resumed.fingerprint != model.fingerprint:
+                    raise model_changed()
             async with self._sources(request, deadline) as sources:
                 work = Coordinator(
                     request,
@@ -98,12 +116,20 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                     tenant_root=self._root,
                     deadline=deadline,
                     spread=self.limits.spread,
+                    resumed=resumed,
+                    patience=self.limits.slow_seconds,
                 )
                 said["request"] = work.id.hex()
-                async with aclosing(work.run()) as events:
-                    async for event in events:
-                        telling(event)
-                        yield event
+                self._answering.add(work)
+                try:
+                    async with aclosing(work.run()) as events:
+                        async for event in events:
+                            telling(event)
+                            yield event
+                finally:
+                    self._answering.discard(work)
+                    said |= work.seams
+                    self.meter.seams(work.seams)
 
     async def estimate(
         self,
@@ -146,11 +172,22 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     # -- over sockets ------------------------------------------------------------------------------------------------
 
-    async def Generate(self, request: rpb.GenerateRequest, context: Any) -> AsyncIterator[rpb.GenerateResponse]:
+    async def Generate(  # type: ignore[override]  # it writes its responses into the context
+        self, request: rpb.GenerateRequest, context: Any
+    ) -> None:
         with _named(context, request.request_id) as request.request_id:
             async with aclosing(self.generate(request, timeout=context.time_remaining())) as events:
                 async for event in events:
-                    yield event
+                    await self._write(event, context)
+
+    async def _write(self, event: rpb.GenerateResponse, context: Any) -> None:
+        """Sends an event. gRPC takes it as long as the client's own window has room, some megabytes as a rule, and then
+        waits for the client to read; what it was given last is all that it keeps."""
+        try:
+            async with asyncio.timeout(self.limits.slow_seconds):
+                await context.write(event)
+        except TimeoutError:
+            raise slow_consumer(self.limits.slow_seconds) from None
 
     async def Estimate(self, request: rpb.EstimateRequest, context: Any) -> rpb.EstimateResponse:
         with _named(context, request.request_id) as request.request_id:
@@ -186,6 +223,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         else:
             seconds = min(seconds - min(self.limits.margin, seconds / 4), self.limits.max_seconds)
         return time.monotonic() + seconds
+
+    def _resumed(self, request: rpb.GenerateRequest) -> Resumable | None:
+        """What the token of a request says that goes on; None for one that begins. Raises as `ResumeTokens.read`."""
+        if not request.HasField("resume"):
+            return None
+        said, sampling = self._resumes.read(request.resume.resume_token), request.sampling
+        another_seed = sampling.HasField("seed") and sampling.seed != said.seed
+        if another_seed or said.request != request_digest(request):
+            raise refused()
+        return said
 
     async def _find(self, name: str, deadline: float) -> Served:
         async with _until(deadline, "queue"):

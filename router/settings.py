@@ -17,6 +17,9 @@ class RouterSettings(RoleSettings):
     tenants_secret_file: Path = Field(description="64 hex digits from which tenants' keys are derived, mode 0600")
     patience: float = Field(30.0, ge=0, le=3600, description="seconds a request waits for a worker to come back")
     max_seconds: float = Field(3600.0, gt=0, le=86_400, description="seconds of one request at most")
+    slow_seconds: float = Field(
+        30.0, gt=0, le=3600, description="seconds that a client which does not read what waits for it is given"
+    )
     fan_out: int = Field(
         1, ge=1, le=64, description="encoders that share the units of a long video; each gets all of its bytes"
     )

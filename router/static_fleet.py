@@ -25,6 +25,7 @@ from router.fleet import (
     Form,
     Served,
     common_form,
+    speaks_as,
 )
 from router.member import Member, Members, addresses
 from router.remote import RemoteDecoder, RemoteEncoder
@@ -93,7 +94,7 @@ class StaticFleet:
 
     async def decoder(self, model: Served) -> DecoderWorker:
         def decoders() -> list[DecoderWorker]:
-            return [worker for worker, info in self._decoders.up() if _serves(info, model)]
+            return [w for w, info in self._decoders.up() if _serves(info, model) and speaks_as(w, model)]
 
         def choose() -> DecoderWorker | None:
             return choose_decoder([worker for worker in decoders() if self._encoders_of(model, worker)])

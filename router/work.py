@@ -96,6 +96,11 @@ class Work(ABC):
         self._tasks.add(task)
         return task
 
+    def halt(self) -> None:
+        """Cancels every call that still runs but for the part that this is called from."""
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+
     async def end(self) -> None:
         """Cancels every call that still runs and returns when all of them have ended."""
         for task in self._tasks:

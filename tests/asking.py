@@ -22,6 +22,7 @@ class Answer:
     started: pb.Started | None = None
     visible: list[pb.Visible] = field(default_factory=list)
     finished: pb.Finished | None = None
+    attempts: list[int] = field(default_factory=list)
 
     @property
     def media(self) -> Sequence[pb.MediaUsage]:
@@ -85,6 +86,8 @@ def note(answer: Answer, event: rpb.GenerateResponse) -> None:
         answer.text += event.tokens.text.decode()
     elif which == "visible":
         answer.visible.append(event.visible)
+    elif which == "resume_point":
+        answer.attempts.append(event.resume_point.attempt)
     elif which == "finished":
         answer.finished = event.finished
         answer.text += event.finished.text.decode()

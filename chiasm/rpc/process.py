@@ -123,6 +123,13 @@ class Process:
         """Whether it takes nothing new and finishes what it has."""
         return self._ending.is_set()
 
+    async def almost_drained(self, seconds: float) -> None:
+        """Returns when the process is to end and running calls have so many seconds left, or half of their time if that
+        is less."""
+        await self._ending.wait()
+        drain = self._settings.drain_seconds
+        await asyncio.sleep(drain - min(seconds, drain / 2))
+
     async def require(self, what: str, *, there: bool) -> None:
         """Says whether something that calls need is there, for example `an encoder`. A process that lacks anything is
         alive and not ready."""

@@ -188,7 +188,5 @@ async def answer(
     )
     async with aclosing(work.run()) as events:
         async for event in events:
-            if event.HasField("started"):
-                got.started = None  # another attempt begins with it too
             note(got, event)
     return got

@@ -1,0 +1,40 @@
+"""What a decoder is told of a timeline, as messages: the opening, the units that media become, and their entries. They
+are built from what is known; when they are sent is for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.rpc.v1 import encoder_pb2 as epb
+from chiasm.rpc.v1 import router_pb2 as rpb
+from router.encoding import Encoding
+from router.fleet import Served
+
+
+def opened(request: rpb.GenerateRequest, model: Served, media: Sequence[Encoding], *, seed: int) -> dpb.DecodeOpen:
+    """What is the same in each attempt at an answer."""
+    return dpb.DecodeOpen(
+        model=model.name,
+        fingerprint=model.fingerprint,
+        prompt=request.prompt,
+        slots=[dpb.Slot(slot=m.slot, kind=request.media[m.slot].kind, item=m.item) for m in media],
+        sampling=request.sampling,
+        seed=seed,
+        sample=dpb.SAMPLE_MODE_WHEN_CLOSED,
+        prompt_visibility=request.prompt_visibility,
+        priority=request.priority,
+    )
+
+
+def sized_at(medium: Encoding, *, final: bool = False) -> dpb.DecodeRequest:
+    """Tells a decoder which units a medium becomes; as final if they are, or if nothing will come of them anyway."""
+    sized = medium.sized
+    assert sized is not None, "a medium is told about when it is sized"
+    return dpb.DecodeRequest(
+        sized=dpb.DecodeSized(slot=medium.slot, revision=sized.revision, final=sized.final or final, units=sized.units)
+    )
+
+
+def ready_at(medium: Encoding, ready: epb.EncodeReady) -> dpb.DecodeRequest:
+    return dpb.DecodeRequest(ready=dpb.DecodeReady(slot=medium.slot, unit=ready.unit, entry=ready.entry))
