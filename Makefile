@@ -53,6 +53,7 @@ fuzz: $(VENV)/.dev  ## Runs what the tests run a slice of, MINUTES (30) each: ti
 
 chaos: $(VENV)/.dev  ## Hurts running systems of processes for MINUTES (30), with the digits as judge; SEED (0).
 	$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+	$(PY) -m pytest --long -m long
 
 check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
 	$(VENV)/bin/ruff check .

@@ -12,10 +12,16 @@ settings.load_profile("chiasm")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cancels", type=int, default=3000, help="calls that are cancelled at a store that nodes share")
+    parser.addoption("--long", action="store_true", help="run what is marked `long` too")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu` where no CUDA device answers. torch is loaded only if such a test was collected."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked `long` unless it is asked for, and skips what is marked `gpu` where no CUDA device
+    answers. torch is loaded only if such a test was collected."""
+    if not config.getoption("--long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -34,11 +34,20 @@ class Clock:
     As an injector it shifts by `seconds`, and back at the end; the role goes on.
     """
 
-    def __init__(self, role: Role, folder: Path, seconds: float = 3600.0, *, library: str | None = LIBRARY) -> None:
+    def __init__(
+        self,
+        role: Role,
+        folder: Path,
+        seconds: float = 3600.0,
+        *,
+        library: str | None = LIBRARY,
+        patience: float = 10.0,
+    ) -> None:
         self._role = role
         self._file = folder / f"clock-{role.role}"
         self._seconds = seconds
         self._library = library
+        self._patience = patience
 
     def prepare(self) -> None:
         """Puts the clock under the role, which must not run, or is started again."""
@@ -53,6 +62,11 @@ class Clock:
         else:
             self._role.through("tests.faults.injectors.shifted_clock", str(self._file))
 
+    def to(self, seconds: float) -> Clock:
+        """The same, which shifts by so much."""
+        self._seconds = seconds
+        return self
+
     def shift(self, seconds: float) -> None:
         """Sets it to so much beside the truth, at once."""
         new = self._file.with_suffix(".new")
@@ -65,7 +79,9 @@ class Clock:
     def verify(self) -> None:
         """The role's log tells the time. It must have had reason to log since."""
         proved_soon(
-            lambda: abs(self.told() - self._seconds) < 60, f"the clock of {self._role.role} is right", seconds=10
+            lambda: abs(self.told() - self._seconds) < 60,
+            f"the clock of {self._role.role} is right",
+            seconds=self._patience,
         )
 
     def told(self) -> float:

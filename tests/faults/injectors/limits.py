@@ -129,7 +129,11 @@ class LittleMemory:
         return self._group.number("memory.usage_in_bytes")
 
     def verify(self) -> None:
-        proved_soon(lambda: self._group.number("memory.failcnt"), "nobody wanted more memory than there is", seconds=self._seconds)
+        proved_soon(
+            lambda: self._group.number("memory.failcnt"),
+            "nobody wanted more memory than there is",
+            seconds=self._seconds,
+        )
 
     def end(self) -> None:
         self._group.remove()

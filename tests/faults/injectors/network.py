@@ -183,8 +183,6 @@ class OneWay:
         return self._other.reaches(self._deaf.address, self._port)
 
 
-
-
 class Loss:
     """A share of the packets that come to a namespace are dropped, by nftables, which counts them.
 

@@ -1,7 +1,8 @@
 """`python -m tests.faults.injectors.shifted_clock FILE MODULE …`: a module whose wall clock is beside the truth.
 
 FILE holds by how many seconds; it may be replaced at any time. `time.time` and `time.time_ns` are shifted, and the
-`datetime` that logs are stamped with; monotonic clocks are not.
+`datetime` that logs are stamped with; monotonic clocks are not. gRPC makes a deadline of Python's clock and reads it by
+the C library's, so its modules keep the true one.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import grpc._channel
+import grpc.aio._utils
 
 
 def shift(file: Path) -> None:
     """Puts the shifted clock in the place of Python's."""
-    true, true_ns, true_datetime = time.time, time.time_ns, datetimes.datetime
+    true, true_ns = time.time, time.time_ns
+
+    modules: tuple[Any, ...] = (grpc._channel, grpc.aio._utils)
+    for module in modules:
+        module.time = SimpleNamespace(**vars(time))
 
     def seconds() -> float:
         return float(file.read_text())
 
-    class Shifted(true_datetime):
+    class Shifted(datetimes.datetime):
         @classmethod
-        def now(cls, tz: datetimes.tzinfo | None = None) -> Shifted:
+        def now(cls, tz: datetimes.tzinfo | None = None) -> Self:
             return cls.fromtimestamp(time.time(), tz)
 
     time.time = lambda: true() + seconds()
