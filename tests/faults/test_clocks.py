@@ -13,6 +13,7 @@ from tests import digits
 from tests.faults.clips import FRAMES, QUESTION, unseen
 from tests.faults.injectors.clock import LIBRARY, Clock
 from tests.processes import Role, Trio, trio
+from tests.waiting import until
 
 LONG = 400
 
@@ -45,6 +46,11 @@ def clocked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tr
         yield made, clocks
 
 
+def drawing(served: Trio) -> bool:
+    """Whether an answer is under way."""
+    return served.decoder.counted()["chiasm_num_requests_running"] > 0
+
+
 @pytest.mark.timeout(180)
 async def test_an_hour_forward_and_back_under_running_requests_ends_none_and_ages_nothing(
     clocked: tuple[Trio, list[Clock]],
@@ -65,8 +71,7 @@ async def test_an_hour_forward_and_back_under_running_requests_ends_none_and_age
         for shifted in (clocks, [clocks[-1]], [clocks[0]]):
             for seconds in (3600.0, -3600.0):
                 begun = asyncio.create_task(long())
-                while served.decoder.counted()["chiasm_num_requests_running"] == 0 and not begun.done():
-                    await asyncio.sleep(0.01)
+                await until(lambda begun=begun: begun.done() or drawing(served))  # type: ignore[misc]
                 for clock in shifted:
                     clock.to(seconds).inject()
                 assert await begun == whole

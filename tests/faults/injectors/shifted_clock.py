@@ -8,6 +8,7 @@ the C library's, so its modules keep the true one.
 from __future__ import annotations
 
 import datetime as datetimes
+import importlib
 import runpy
 import sys
 import time
@@ -23,7 +24,7 @@ def shift(file: Path) -> None:
     """Puts the shifted clock in the place of Python's."""
     true, true_ns = time.time, time.time_ns
 
-    modules: tuple[Any, ...] = (grpc._channel, grpc.aio._utils)
+    modules: tuple[Any, ...] = (grpc._channel, grpc.aio._utils, importlib.import_module("grpc._cython.cygrpc"))
     for module in modules:
         module.time = SimpleNamespace(**vars(time))
 
