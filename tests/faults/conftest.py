@@ -10,7 +10,7 @@ from chiasm import AsyncClient
 from tests.processes import Trio, trio
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     """Two encoders, a decoder and a router. A test that hurts one leaves it as it was."""
     with trio(

@@ -22,7 +22,7 @@ LIBRARIES = [
     pytest.param(
         LIBRARY,
         id="libfaketime",
-        marks=[pytest.mark.long, pytest.mark.skipif(LIBRARY is None, reason="libfaketime is not installed here")],
+        marks=pytest.mark.skipif(LIBRARY is None, reason="libfaketime is not installed here"),
     ),
 ]
 
@@ -51,6 +51,7 @@ def drawing(served: Trio) -> bool:
     return served.decoder.counted()["chiasm_num_requests_running"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_an_hour_forward_and_back_under_running_requests_ends_none_and_ages_nothing(
     clocked: tuple[Trio, list[Clock]],

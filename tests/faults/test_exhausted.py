@@ -53,6 +53,7 @@ async def test_a_router_without_files_takes_no_connection_serves_those_it_has_an
     assert pair.router.pid == router
 
 
+@pytest.mark.long
 async def test_encoders_without_files_cost_answers_at_most_a_refusal_and_recover(
     pair: Trio, quiet: AsyncClient
 ) -> None:
@@ -78,6 +79,7 @@ async def test_encoders_without_files_cost_answers_at_most_a_refusal_and_recover
     await pair.settled()
 
 
+@pytest.mark.long
 async def test_with_the_disk_of_logs_and_scratch_files_full_requests_are_answered(
     tmp_path: Path, quiet: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

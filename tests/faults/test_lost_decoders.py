@@ -75,6 +75,7 @@ async def test_killed_at_a_token_none_is_lost_or_repeated(pair: Trio, token: int
     await answered_over(pair, pair.decoder, f"Decode/tokens=exit@{token}")
 
 
+@pytest.mark.long
 async def test_killed_behind_the_last_token_the_end_is_told_once(pair: Trio) -> None:
     """M11"""
     await answered_over(pair, pair.decoder, "Decode/finished=exit")
@@ -87,7 +88,7 @@ LOST = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("name", ["decoder", pytest.param("encoder", marks=pytest.mark.long)])
 async def test_whatever_response_of_a_worker_is_lost_the_answer_is_the_same(pair: Trio, name: str) -> None:
     """M79: the work was done, and its caller heard nothing. One response of each kind, in answers one after another."""
     role = pair.decoder if name == "decoder" else pair.encoders[0]

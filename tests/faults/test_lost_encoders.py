@@ -75,6 +75,7 @@ async def test_lost_when_an_entry_is_there_and_not_told_it_is_found_and_not_made
     assert (answer.usage.media[0].units_cached or 0) >= FRAMES - made
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_standing_still_in_a_pass_another_takes_over_and_what_the_first_publishes_late_harms_nobody(
     pair: Trio, quiet: AsyncClient

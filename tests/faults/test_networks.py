@@ -60,6 +60,7 @@ def until_heard(process: subprocess.Popen[str], event: str) -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_a_client_whose_cable_is_pulled_is_missed_and_no_more_is_drawn_for_it(tmp_path: Path) -> None:
     """M53: one client is being told tokens, which nobody acknowledges; the other's answer has not begun."""
@@ -101,6 +102,8 @@ def _until(holds: Any, *, seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(180)
 async def test_through_a_network_that_loses_a_third_of_all_packets_an_answer_is_exact(tmp_path: Path) -> None:
     """M67"""
     needed("nft")

@@ -55,9 +55,8 @@ def dtype(folder: Path) -> list[str]:
     return ["--dtype", "float16"]
 
 
-@pytest.mark.parametrize(
-    "twin", [weights, pytest.param(config, marks=pytest.mark.long), pytest.param(dtype, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("twin", [weights, config, dtype])
 async def test_a_twin_encodes_nothing_for_a_decoder_and_alone_it_is_no_partner(
     pair: Trio, quiet: AsyncClient, tmp_path: Path, twin: Callable[[Path], list[str]]
 ) -> None:
