@@ -20,7 +20,6 @@ from chiasm.cache.ledger import Ledger
 from chiasm.cache.records import Extent
 from chiasm.cache.region import Region
 from tests.faults.injectors import PATIENCE, injected, proved
-from tests.faults.injectors.limits import FewFiles
 from tests.faults.injectors.processes import Kill, Stop
 from tests.faults.proxy import Proxy
 from tests.processes import Role
@@ -61,8 +60,6 @@ class ProcessFaults:
             "encoder stopped": lambda: self._stop(self._draw.choice(self._encoders)),
             "decoder killed": lambda: self._kill(self._decoder),
             "decoder stopped": lambda: self._stop(self._decoder),
-            "encoder out of files": lambda: self._few_files(self._draw.choice(self._encoders)),
-            "decoder out of files": lambda: self._few_files(self._decoder),
         }
 
     async def all_back(self) -> None:
@@ -91,12 +88,6 @@ class ProcessFaults:
         await self._back(role)
         async with injected(Stop(role.pid)):
             await asyncio.sleep(self._draw.uniform(0.2, 1.5))
-
-    async def _few_files(self, role: Role) -> None:
-        """It can take no connection and open no file for a while."""
-        await self._back(role)
-        async with injected(FewFiles(role.pid)):
-            await asyncio.sleep(self._draw.uniform(0.5, 1.5))
 
 
 class StoreFaults:
