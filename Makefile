@@ -51,11 +51,13 @@ fuzz: $(VENV)/.dev  ## Runs what the tests run a slice of, MINUTES (30) each: ti
 	$(PY) -m tests.fuzz.timelines --minutes $(MINUTES)
 	$(PY) -m tests.fuzz.media --minutes $(MINUTES)
 
-chaos: $(VENV)/.dev  ## Hurts running systems of processes for MINUTES (30), with the digits as judge; SEED (0).
+chaos: $(VENV)/.dev  ## Hurts systems of processes for MINUTES (30), the digits as judge, then the tell-tale ones; SEED (0).
 	$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 	$(PY) -m pytest --long -m long
+	$(PY) -m tests.telltale
+	$(PY) -m tests.telltale.run --requests 1000 --seed $(SEED)
 
-check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands.
+check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README commands, what deploys.
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -65,6 +67,7 @@ check: $(VENV)/.dev  ## Lint, types, import floors, wire, generated code, README
 	$(VENV)/bin/buf breaking --against proto/baseline.binpb
 	$(PY) -m tools.check_proto
 	$(PY) -m tools.check_readme
+	$(PY) -m tools.check_deploy
 
 proto: $(VENV)/.dev  ## Regenerates chiasm/rpc/v1 from proto/.
 	$(VENV)/bin/buf format --write

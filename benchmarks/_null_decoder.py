@@ -57,7 +57,12 @@ class Decoder(decoder_pb2_grpc.DecoderServicer):
             tokens = pb.Tokens(attempt=opened.attempt, index=index, ids=[index % 50_000], text=b" token")
             yield dpb.DecodeResponse(tokens=tokens)
         usage = pb.Usage(prompt_tokens=8, output_tokens=opened.sampling.max_tokens)
-        finished = pb.Finished(reason=pb.FINISH_REASON_LENGTH, usage=usage, attempt=opened.attempt)
+        finished = pb.Finished(
+            reason=pb.FINISH_REASON_LENGTH,
+            usage=usage,
+            attempt=opened.attempt,
+            tokens=opened.sampling.max_tokens,
+        )
         yield dpb.DecodeResponse(finished=finished)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks._alternate import alternate
 from chiasm.attention.torch_backend import TorchVarlen
+from chiasm.layers.vit import rows_paired
 from chiasm.layers.vit_places import Grid
 from chiasm.models.moss_vl.config import Config, TextConfig, VisionConfig
 from chiasm.models.moss_vl.vision import MossVLEncoder
@@ -58,7 +59,8 @@ def both(width: int, heads: int, intermediate: int, depth: int) -> tuple[MossVLE
     state = {name: tensor for name, tensor in theirs.state_dict().items() if not name.startswith("merger.")}
     state["patch_embed.weight"] = state.pop("patch_embed.proj.weight").flatten(1)
     state["patch_embed.bias"] = state.pop("patch_embed.proj.bias")
-    ours.visual.load_state_dict(state)
+    order = list(rows_paired(width, heads))
+    ours.visual.load_state_dict({name: t[order] if ".qkv." in name else t for name, t in state.items()})
     merger = {name.removeprefix("merger."): t for name, t in theirs.state_dict().items() if name.startswith("merger.")}
     ours.merger.load_state_dict({name.replace("norm.", "norms.0."): tensor for name, tensor in merger.items()})
     return ours, theirs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -136,7 +136,7 @@ class _OnePair:
     async def known(self) -> Mapping[str, Served]:
         return self.models()
 
-    async def decoder(self, model: Served) -> DecoderWorker:
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
         self._check()
         return self._decoder
 

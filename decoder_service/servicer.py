@@ -6,13 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from chiasm.cache import wire
 from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.rpc.line import line
+from chiasm.rpc.load import Riding, load_of
 from chiasm.rpc.replica import replica
-from chiasm.rpc.times import to_duration
+from chiasm.rpc.times import seconds_left
 from chiasm.rpc.turns import Turn, Turns
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -21,6 +22,12 @@ from decoder_service.decoding import Decoding
 from decoder_service.model import DecoderModel
 
 _log = logging.getLogger(__name__)
+
+ANSWER_TOKENS: Final = 256
+"""What an answer is taken to have, in tokens, whose request does not bound it."""
+
+BYTES_PER_TOKEN: Final = 4
+"""Of text, about."""
 
 _MODES = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN, dpb.SAMPLE_MODE_ESTIMATE)
 
@@ -83,15 +90,13 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             max_running=self.model.scheduler.max_running,
             max_waiting=self.turns.max_waiting,
         )
-        load = pb.Load(
-            running=self.turns.running,
-            waiting=self.turns.waiting,
-            oldest_wait=to_duration(self.turns.oldest_wait),
-            pool_usage=max(self.usage().values()),
-        )
         return dpb.DecoderInfoResponse(
-            replica=self._me, models=[model], limits=limits, load=load, draining=self._draining()
+            replica=self._me, models=[model], limits=limits, load=self.load(), draining=self._draining()
         )
+
+    def load(self) -> pb.Load:
+        """How busy it is. Costs are in tokens."""
+        return load_of(self.turns, max(self.usage().values()))
 
     def usage(self) -> dict[str, float]:
         """The share of each pool that requests hold, from 0 to 1. What is only kept for others counts as free."""
@@ -104,9 +109,12 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
     ) -> AsyncIterator[dpb.DecodeResponse]:
         with line(_log, "decode") as told:
             try:
-                with self.turns.enter() as turn:
+                with self.turns.enter(seconds_left(context)) as turn:
+                    riding = Riding(self.load)
                     async with aclosing(self._decode(request_iterator, turn, told)) as responses:
                         async for response in responses:
+                            last = response.HasField("finished") and response.finished.HasField("usage")
+                            riding.on(response, last=last)
                             yield response
             except Overloaded as error:
                 self.rejections[error.reason] += 1
@@ -121,6 +129,9 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         told |= {"request": first.open.request_id.hex(), "attempt": first.open.attempt}
         self._check(first.open)
         estimate = first.open.sample == dpb.SAMPLE_MODE_ESTIMATE
+        answer = 0 if estimate else (first.open.sampling.max_tokens or ANSWER_TOKENS) * max(first.open.sampling.n, 1)
+        # What it is known by before its prompt is read and its media are sized.
+        turn.weigh(first.open.prompt.ByteSize() // BYTES_PER_TOKEN + answer)
         decoding = Decoding(self.model, first.open)
         del first  # its prompt is read soon, and may be large
         async with aclosing(decoding.run(requests)) as responses:
@@ -131,6 +142,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
                     told["outcome"] = "ok"  # whether or not the caller stays for the end of the stream
                 if not estimate:
                     if response.HasField("admitted"):
+                        turn.weigh(response.admitted.prompt_tokens + response.admitted.visual_tokens + answer)
                         await turn.begin()
                     self._count(response)
                 yield response

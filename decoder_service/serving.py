@@ -56,7 +56,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
                 name=model.name,
                 family=model.family.name,
                 me=replica(device=settings.device, arena_id=kept.arena_id, shared_store_id=kept.shared_store_id),
-                turns=Turns(max_waiting=settings.max_waiting),
+                turns=Turns(max_waiting=settings.max_waiting, max_cost=settings.max_waiting_tokens),
                 draining=lambda: process.draining,
             )
             process.registry.register(collector(servicer))

@@ -55,3 +55,8 @@ class DecoderSettings(WorkerSettings):
     max_waiting: int = Field(
         default=256, ge=1, description="timelines that may wait for room; further ones are refused"
     )
+    max_waiting_tokens: int = Field(
+        default=1 << 22,
+        ge=1,
+        description="tokens of those that wait; while they have so many, others are refused",
+    )

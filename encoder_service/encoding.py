@@ -114,6 +114,8 @@ class Encoding:
         plans = self._engine.processor.size([convert.sibling_facts(sibling) for sibling in siblings])
         plan = plans[slots.index(self._open.slot)]
         self._engine.check(plan.grid)
+        tenant = self._open.fairness_key.encode() or self._open.tenant_root
+        self._turn.weigh(plan.units * plan.grid[0] * plan.grid[1], tenant)
         return plan
 
     # -- by decoding it ----------------------------------------------------------------------------------------------

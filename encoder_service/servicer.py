@@ -19,10 +19,11 @@ from chiasm.errors import InvalidRequest, Overloaded, Unsupported
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
 from chiasm.rpc.line import line
+from chiasm.rpc.load import Riding, load_of
 from chiasm.rpc.medium import DIGEST_BYTES
 from chiasm.rpc.replica import replica
 from chiasm.rpc.status import to_status
-from chiasm.rpc.times import to_duration
+from chiasm.rpc.times import seconds_left
 from chiasm.rpc.turns import Turn, Turns
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
@@ -86,7 +87,6 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             forms=[wire.form_code(form) for form in self.engine.forms],
             dtype=wire.dtype_code(self.engine.identity.dtype),
         )
-        held = self.engine.store.stats()
         limits = epb.EncoderLimits(
             max_media_bytes=self.limits.max_bytes,
             max_pixels=self.limits.max_pixels,
@@ -95,26 +95,27 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServicer):
             max_units=self.engine.bounds.max_units,
             max_running=self.turns.max_running or 0,
             max_waiting=self.turns.max_waiting,
-            max_pinned_bytes=held.budget,
-        )
-        load = pb.Load(
-            running=self.turns.running,
-            waiting=self.turns.waiting,
-            oldest_wait=to_duration(self.turns.oldest_wait),
-            pool_usage=held.pinned_bytes / held.budget,
+            max_pinned_bytes=self.engine.store.stats().budget,
         )
         return epb.EncoderInfoResponse(
-            replica=self._me, models=[model], limits=limits, load=load, draining=self._draining()
+            replica=self._me, models=[model], limits=limits, load=self.load(), draining=self._draining()
         )
+
+    def load(self) -> pb.Load:
+        """How busy it is. Costs are in patches."""
+        held = self.engine.store.stats()
+        return load_of(self.turns, held.pinned_bytes / held.budget)
 
     async def Encode(
         self, request_iterator: AsyncIterator[epb.EncodeRequest], context: Any
     ) -> AsyncIterator[epb.EncodeResponse]:
         with line(_log, "encode") as told:
             try:
-                with self.turns.enter() as turn:
+                with self.turns.enter(seconds_left(context)) as turn:
+                    riding = Riding(self.load)
                     async with aclosing(self._encode(request_iterator, turn, told)) as responses:
                         async for response in responses:
+                            riding.on(response, last=response.HasField("end"))
                             yield response
             except Overloaded as error:
                 self.rejections[error.reason] += 1

@@ -53,7 +53,11 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
                     limits=limits,
                     lease=settings.lease_seconds,
                     me=replica(device=settings.device, arena_id=kept.arena_id, shared_store_id=kept.shared_store_id),
-                    turns=Turns(max_running=settings.max_running, max_waiting=settings.max_waiting),
+                    turns=Turns(
+                        max_running=settings.max_running,
+                        max_waiting=settings.max_waiting,
+                        max_cost=settings.max_waiting_patches,
+                    ),
                     draining=lambda: process.draining,
                 )
                 process.registry.register(collector(servicer))

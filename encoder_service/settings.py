@@ -55,6 +55,11 @@ class EncoderSettings(WorkerSettings):
     max_waiting: int = Field(
         default=1024, ge=1, description="media that may wait before that; further ones are refused"
     )
+    max_waiting_patches: int = Field(
+        default=1 << 24,
+        ge=1,
+        description="patches of those that wait; while they have so many, others are refused",
+    )
     lease_seconds: float = Field(
         default=30.0, gt=0, le=3600, description="how long an entry stays pinned if nobody attaches it"
     )

@@ -14,10 +14,13 @@ from chiasm.rpc.limits import CLIENT_MESSAGE_BYTES
 from chiasm.rpc.process import Process, run
 from chiasm.rpc.v1 import router_pb2_grpc
 from chiasm.settings import read_secret
+from router.admission import AdmissionLimits
+from router.ray_fleet import RayFleet
 from router.servicer import RouterLimits, RouterServicer
 from router.settings import RouterSettings
 from router.spread import Spread
-from router.static_fleet import StaticFleet
+from router.static_fleet import MemberFleet, StaticFleet
+from router.tenants import Quota
 from router.uploads import UploadLimits
 
 FAREWELL = 0.5
@@ -29,12 +32,19 @@ PAIR = "an encoder and a decoder that fit"
 @asynccontextmanager
 async def serve(settings: RouterSettings, process: Process) -> AsyncIterator[None]:
     root = tenant_root(read_secret(settings.tenants_secret_file), LOCAL)
-    fleet = StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
+    fleet = _fleet(settings)
     limits = RouterLimits(
         max_seconds=settings.max_seconds,
         slow_seconds=settings.slow_seconds,
         spread=Spread(encoders=settings.fan_out),
         uploads=UploadLimits(total_bytes=settings.upload_bytes, ttl=settings.upload_ttl),
+        admission=AdmissionLimits(
+            requests=settings.max_requests,
+            cost=settings.max_cost,
+            wait=settings.max_wait,
+            memory=settings.max_memory,
+        ),
+        quota=Quota(requests=settings.tenant_requests, cost_per_minute=settings.tenant_cost_per_minute),
     )
     servicer = RouterServicer(fleet, tenant_root=root, limits=limits)
     process.registry.register(servicer.meter)
@@ -57,11 +67,17 @@ async def _let_go(servicer: RouterServicer, process: Process) -> None:
     await servicer.let_go()
 
 
-async def _follow(fleet: StaticFleet, process: Process) -> None:
+def _fleet(settings: RouterSettings) -> MemberFleet:
+    """Raises SettingsError for a plan that is none."""
+    if settings.ray_plan is not None:
+        return RayFleet(settings.ray_plan, keep=settings.ray_keep, patience=settings.patience)
+    return StaticFleet(settings.encoders, settings.decoders, patience=settings.patience)
+
+
+async def _follow(fleet: MemberFleet, process: Process) -> None:
     """Readiness follows the fleet."""
     while True:
-        ready = any(model.ready for model in fleet.models().values())
-        await process.require(PAIR, there=ready)
+        await process.require(PAIR, there=fleet.takes_requests())
         await fleet.changed()
 
 

@@ -66,6 +66,8 @@ class Attempt:
                 async with self.worker.heard_of():
                     async for response in calls:
                         self.heard = True
+                        if response.HasField("load"):
+                            self.worker.hear(response.load)
                         if self._is_stale(response):
                             self.stale += 1
                         elif await on(response):

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from chiasm.errors import ChiasmError, DeadlineExceeded, StatusError, Unavailable
+from chiasm.errors import ChiasmError, DeadlineExceeded, Overloaded, StatusError, Unavailable
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -26,6 +26,7 @@ from router import request as checked
 from router.answer import Answer, OutOfStep
 from router.attempt import LAST_WORDS, Attempt
 from router.basis import Basis, model_changed
+from router.choice import affinity_keys
 from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served, speaks_as
 from router.laying import opened, ready_at, sized_at
@@ -73,6 +74,7 @@ class Coordinator(Work):
         spread: Spread = WHOLE,
         resumed: Resumable | None = None,
         patience: float = PATIENCE,
+        tenant: str = "",
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
@@ -86,6 +88,8 @@ class Coordinator(Work):
             credit=credit,
             spread=spread,
             priority=request.priority,
+            tenant=tenant,
+            keys=affinity_keys(request, tenant_root),
         )
         self._request = request
         self._basis = Basis(request, model, ResumeTokens(tenant_root), resumed)
@@ -161,6 +165,9 @@ class Coordinator(Work):
                     self.start(medium.run)
             try:
                 await attempt.run(self._on, timeout=self.allowance)
+            except Overloaded as error:
+                if attempt.admitted or not self.turned_away(worker, error):
+                    raise
             except (*LOST, OutOfStep) as error:
                 self.fleet.lost(worker)
                 self._answered = False
@@ -199,6 +206,7 @@ class Coordinator(Work):
         self._answer.reopen()
         open_ = opened(self._request, self.model, self.media, seed=self._basis.seed)
         open_.request_id, open_.tenant_root, open_.attempt = self.id, self.root, attempt.number
+        open_.fairness_key = self.tenant
         open_.emitted.extend(self._answer.emitted())
         attempt.told.put(dpb.DecodeRequest(open=open_))
         attempt.told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))

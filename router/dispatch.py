@@ -59,6 +59,7 @@ class Dispatch:
 
     Attributes:
         pinned: bytes of each entry that this call announced and that is not attached yet.
+        begun: the encoder has answered.
         ended: the encoder has announced everything.
         units: how many the medium becomes, as the encoder said last.
         sending: the bytes are sent, or will be.
@@ -75,6 +76,7 @@ class Dispatch:
         self._of_use = asyncio.Event()
         self._of_use.set()
         self.pinned: dict[int, int] = {}
+        self.begun = False
         self.ended = False
         self.units = 0
         self.sending = False
@@ -122,7 +124,10 @@ class Dispatch:
             try:
                 async with aclosing(calls), aclosing(worker.attended(calls)) as responses:
                     async for response in responses:
+                        self.begun = True
                         which = response.WhichOneof("message")
+                        if response.HasField("load"):
+                            worker.hear(response.load)
                         if which == "probed" and response.probed.bytes_wanted and not self.sending:
                             self._send()
                         elif which in ("probed", "sized"):

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
-from chiasm.errors import Cancelled, ConnectionFailed, InvalidRequest, ServerError, Unavailable
+from chiasm.errors import Cancelled, ConnectionFailed, InvalidRequest, Overloaded, ServerError, Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.dispatch import Dispatch
@@ -52,6 +52,10 @@ class Request(Protocol):
         ...
 
     def lost(self, worker: EncoderWorker) -> None: ...
+
+    def turned_away(self, worker: EncoderWorker, refusal: Overloaded) -> bool:
+        """A worker refused a call before it began. Returns whether another may be asked."""
+        ...
 
     @property
     def allowance(self) -> float | None:
@@ -228,9 +232,10 @@ class Encoding:
             self._first = call
         self._calls[call] = worker
         try:
-            async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
-                async for response in responses:
-                    self._on(call, worker, response, part)
+            with worker.making(await self.source.hint()):
+                async with aclosing(call.run(worker, timeout=self._request.allowance)) as responses:
+                    async for response in responses:
+                        self._on(call, worker, response, part)
         except LOST as error:
             self._request.lost(worker)
             if call.ended:
@@ -247,6 +252,10 @@ class Encoding:
                     retry_after=1.0,
                     facts={"lost": self._losses},
                 ) from error
+            return None
+        except Overloaded as error:
+            if call.begun or not self._request.turned_away(worker, error):
+                raise
             return None
         except InvalidRequest as error:
             raise error.at(self.item) from None

@@ -36,10 +36,19 @@ class Estimating(Work):
         *,
         tenant_root: bytes,
         deadline: float | None = None,
+        tenant: str = "",
     ) -> None:
         items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
-            fleet, model, request.media, sources, items, tenant_root=tenant_root, deadline=deadline, credit=1
+            fleet,
+            model,
+            request.media,
+            sources,
+            items,
+            tenant_root=tenant_root,
+            deadline=deadline,
+            credit=1,
+            tenant=tenant,
         )
         self._request = request
         self._sized: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,6 +105,7 @@ class Estimating(Work):
             slots=[dpb.Slot(slot=m.slot, kind=self._request.media[m.slot].kind, item=m.item) for m in self.media],
             seed=0,
             sample=dpb.SAMPLE_MODE_ESTIMATE,
+            fairness_key=self.tenant,
         )
         told.put(dpb.DecodeRequest(open=opened))
         told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))

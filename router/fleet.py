@@ -7,6 +7,8 @@ A fleet only chooses. It never sends a request again: what to do about a worker 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -71,6 +73,9 @@ class Reach(NamedTuple):
 
 _HERE: Final = Reach()
 
+MOST_REFUSED: Final = 5.0
+"""Seconds after which a worker that refused a call may be given another, whatever it said."""
+
 
 class Worker(Generic[C]):
     """One life of a worker process.
@@ -85,6 +90,8 @@ class Worker(Generic[C]):
     Attributes:
         running: calls of this router that it works on.
         load: what it said of itself last, running and waiting together, calls of other routers included.
+        cost: of those, as it said last: patches at an encoder, tokens at a decoder.
+        hints: the media that it makes entries of for this router, and how many calls each has.
         silent: set when it no longer says who it is. A process that stands still keeps its connections.
     """
 
@@ -104,7 +111,10 @@ class Worker(Generic[C]):
         self.text_fingerprints: Mapping[str, bytes] = text_fingerprints or {}
         self.running = 0
         self.load = 0
+        self.cost = 0
+        self.hints: Counter[bytes] = Counter()
         self.silent = asyncio.Event()
+        self._full_until = 0.0
 
     async def attended(self, responses: AsyncGenerator[R, None]) -> AsyncGenerator[R, None]:
         """The responses of a call, as long as the worker is heard of.
@@ -143,6 +153,31 @@ class Worker(Generic[C]):
     def busyness(self) -> int:
         """What this router knows for sure, or what the worker said, whichever is more."""
         return max(self.running, self.load)
+
+    def hear(self, load: pb.Load) -> None:
+        """It has said how busy it is."""
+        self.load = load.running + load.waiting
+        self.cost = load.queued_cost
+
+    @property
+    def full(self) -> bool:
+        """It has refused a call and asked not to be given another yet."""
+        return time.monotonic() < self._full_until
+
+    def refused(self, seconds: float) -> None:
+        """It has refused a call, for so long. That is no fault: calls that it has go on."""
+        self._full_until = time.monotonic() + min(seconds, MOST_REFUSED)
+
+    @contextmanager
+    def making(self, hint: bytes) -> Iterator[None]:
+        """Notes a medium while the block runs."""
+        self.hints[hint] += 1
+        try:
+            yield
+        finally:
+            self.hints[hint] -= 1
+            if not self.hints[hint]:
+                del self.hints[hint]
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -223,9 +258,12 @@ class Fleet(Protocol):
         """
         ...
 
-    async def decoder(self, model: Served) -> DecoderWorker:
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
         """A decoder for one timeline, of the model's text fingerprint if it names one. Waits a while for one, if there
         is none at the moment.
+
+        Args:
+            keys: what it has in common with others (`choice.affinity_keys`): the one that had those last is preferred.
 
         Raises Unavailable NO_READY_DECODER, or NO_READY_ENCODER where only that is missing, with a time to try again.
         """
@@ -240,7 +278,7 @@ class Fleet(Protocol):
         own node if there is any. Waits as `decoder` does.
 
         Args:
-            hint: equal ones prefer the same encoder.
+            hint: equal ones prefer the same encoder, as long as it has not much more to do than others.
             rank: 0 for the one they prefer, 1 for the next, and so on, around.
 
         Raises Unavailable NO_READY_ENCODER, with a time to try again.

@@ -145,7 +145,7 @@ class Member(Generic[C, I]):
                 forms = {model.name: tuple(model.forms) for model in info.models}
                 texts = {model.name: getattr(model, "text_fingerprint", b"") for model in info.models}
                 worker = Worker(info.replica.replica_id, self._calls, reach=reach, forms=forms, text_fingerprints=texts)
-            worker.load = info.load.running + info.load.waiting
+            worker.hear(info.load)
             self._worker = worker
             self._up = (worker, info)
         if (before and before[0]) is not (self._up and self._up[0]):

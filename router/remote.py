@@ -35,6 +35,8 @@ class _Remote:
                 await self._channel.channel_ready()
         except TimeoutError:
             raise ConnectionFailed("a worker takes no connection") from None
+        except grpc.aio.UsageError:  # it was found to be gone, and its channel closed, since it was chosen
+            raise ConnectionFailed("a worker is gone") from None
 
     async def close(self) -> None:
         await self._channel.close()

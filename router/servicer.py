@@ -11,17 +11,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from chiasm.cache.tenant import LOCAL
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 from chiasm.rpc.line import line
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
+from router.admission import Admission, AdmissionLimits, check_fits, cost_of
 from router.basis import model_changed
 from router.coordinator import Coordinator
 from router.estimate import Estimating
@@ -31,6 +33,7 @@ from router.meter import Meter, Telling
 from router.request import check_estimate, check_generate, check_label, item_paths
 from router.resume_token import Resumable, ResumeTokens, refused, request_digest
 from router.spread import Spread
+from router.tenants import Quota, Tenant
 from router.uploads import UploadLimits, Uploads
 from router.window import PATIENCE, slow_consumer
 
@@ -51,6 +54,8 @@ class RouterLimits:
         slow_seconds: that a client is given to read, once as much waits for it as may.
         spread: how the units of a long medium are shared out.
         uploads: bounds on media that come by themselves.
+        admission: bounds on what is in flight.
+        quota: of each tenant.
     """
 
     max_seconds: float = 3600.0
@@ -58,22 +63,36 @@ class RouterLimits:
     slow_seconds: float = PATIENCE
     spread: Spread = field(default_factory=Spread)
     uploads: UploadLimits = field(default_factory=UploadLimits)
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    quota: Quota = field(default_factory=Quota)
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """Serves the models of a fleet.
 
     Args:
-        tenant_root: the secret under which the entries of the one tenant of this router are kept, 32 bytes.
+        tenant_root: the secret under which the entries of the tenant `local` are kept, 32 bytes.
+        tenant_of: tells from the metadata of a call for whom it is. None: all calls are for `local`.
+
+    Attributes:
+        local: the tenant of whoever comes without a name.
     """
 
-    def __init__(self, fleet: Fleet, *, tenant_root: bytes, limits: RouterLimits | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        tenant_root: bytes,
+        limits: RouterLimits | None = None,
+        tenant_of: Callable[[Mapping[str, str]], Tenant] | None = None,
+    ) -> None:
         self.fleet = fleet
         self.limits = limits or RouterLimits()
         self.uploads = Uploads(self.limits.uploads)
         self.meter = Meter()
-        self._root = tenant_root
-        self._resumes = ResumeTokens(tenant_root)
+        self.admission = Admission(self.limits.admission, several=tenant_of is not None)
+        self.local = Tenant(LOCAL, tenant_root, self.limits.quota)
+        self._tenant_of = tenant_of
         self._answering: set[Coordinator] = set()
 
     async def let_go(self) -> None:
@@ -89,11 +108,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         request: rpb.GenerateRequest,
         *,
         timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
+        tenant: Tenant | None = None,
     ) -> AsyncGenerator[rpb.GenerateResponse, None]:
         """The events of an answer. Closing the generator cancels the request.
 
         Args:
             timeout: seconds until the client gives up.
+            tenant: for whom it is; `local` by default.
 
         Raises ChiasmError, labelled with the request's id.
         """
@@ -101,58 +122,71 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         with self._told("generate", label) as (said, telling):
             deadline = self._deadline(timeout)
             check_generate(request)
-            resumed = self._resumed(request)
-            model = await self._find(request.model, deadline)
-            if resumed is not None:
-                said["resumes"] = resumed.label
-                if resumed.fingerprint != model.fingerprint:
-                    raise model_changed()
-            async with self._sources(request, deadline) as sources:
-                work = Coordinator(
-                    request,
-                    sources,
-                    self.fleet,
-                    model,
-                    tenant_root=self._root,
-                    deadline=deadline,
-                    spread=self.limits.spread,
-                    resumed=resumed,
-                    patience=self.limits.slow_seconds,
-                )
-                said["request"] = work.id.hex()
-                self._answering.add(work)
-                try:
-                    async with aclosing(work.run()) as events:
-                        async for event in events:
-                            telling(event)
-                            yield event
-                finally:
-                    self._answering.discard(work)
-                    said |= work.seams
-                    self.meter.seams(work.seams)
+            tenant = tenant or self.local
+            resumed = self._resumed(request, tenant)
+            with self.admission.admit(tenant, cost_of(request), seconds=deadline - time.monotonic()) as admitted:
+                model = await self._find(request.model, deadline)
+                check_fits(request, model.context_limit)
+                if resumed is not None:
+                    said["resumes"] = resumed.label
+                    if resumed.fingerprint != model.fingerprint:
+                        raise model_changed()
+                async with self._sources(request, tenant, deadline) as sources:
+                    work = Coordinator(
+                        request,
+                        sources,
+                        self.fleet,
+                        model,
+                        tenant_root=tenant.root,
+                        tenant=tenant.name,
+                        deadline=deadline,
+                        spread=self.limits.spread,
+                        resumed=resumed,
+                        patience=self.limits.slow_seconds,
+                    )
+                    said["request"] = work.id.hex()
+                    with self._counted(work, said):
+                        async with aclosing(work.run()) as events:
+                            async for event in events:
+                                admitted.began()
+                                telling(event)
+                                yield event
 
     async def estimate(
         self,
         request: rpb.EstimateRequest,
         *,
         timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
+        tenant: Tenant | None = None,
     ) -> rpb.EstimateResponse:
         """What a prompt would cost. Arguments and errors are those of `generate`."""
         label = request.request_id or new_label()
         with self._told("estimate", label) as (said, _):
             deadline = self._deadline(timeout)
             check_estimate(request)
+            tenant = tenant or self.local
             model = await self._find(request.model, deadline)
-            async with self._sources(request, deadline) as sources:
-                work = Estimating(request, sources, self.fleet, model, tenant_root=self._root, deadline=deadline)
+            async with self._sources(request, tenant, deadline) as sources:
+                work = Estimating(
+                    request,
+                    sources,
+                    self.fleet,
+                    model,
+                    tenant_root=tenant.root,
+                    tenant=tenant.name,
+                    deadline=deadline,
+                )
                 said["request"] = work.id.hex()
                 return await work.run()
 
-    async def upload(self, requests: AsyncIterator[rpb.UploadRequest], *, label: str = "") -> rpb.UploadResponse:
-        """Takes one medium. Raises what `Uploads.receive` does."""
+    async def upload(
+        self, requests: AsyncIterator[rpb.UploadRequest], *, label: str = "", tenant: Tenant | None = None
+    ) -> rpb.UploadResponse:
+        """Takes one medium. Raises what `Uploads.receive` and `Admission.check_upload` do."""
         label = label or new_label()
         with self._told("upload", label):
-            return await self.uploads.receive(self._root, requests)
+            self.admission.check_upload()
+            return await self.uploads.receive((tenant or self.local).root, requests)
 
     async def models(self) -> rpb.ListModelsResponse:
         """Every model that has been served, in the order of names."""
@@ -176,7 +210,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: rpb.GenerateRequest, context: Any
     ) -> None:
         with _named(context, request.request_id) as request.request_id:
-            async with aclosing(self.generate(request, timeout=context.time_remaining())) as events:
+            tenant = self._tenant(context)
+            async with aclosing(self.generate(request, timeout=context.time_remaining(), tenant=tenant)) as events:
                 async for event in events:
                     await self._write(event, context)
 
@@ -191,11 +226,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     async def Estimate(self, request: rpb.EstimateRequest, context: Any) -> rpb.EstimateResponse:
         with _named(context, request.request_id) as request.request_id:
-            return await self.estimate(request, timeout=context.time_remaining())
+            return await self.estimate(request, timeout=context.time_remaining(), tenant=self._tenant(context))
 
     async def Upload(self, request_iterator: AsyncIterator[rpb.UploadRequest], context: Any) -> rpb.UploadResponse:
         with _named(context) as label:
-            return await self.upload(request_iterator, label=label)
+            return await self.upload(request_iterator, label=label, tenant=self._tenant(context))
 
     async def ListModels(self, request: rpb.ListModelsRequest, context: Any) -> rpb.ListModelsResponse:
         with _named(context):
@@ -214,6 +249,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             finally:
                 said |= telling.facts
 
+    @contextmanager
+    def _counted(self, work: Coordinator, said: dict[str, object]) -> Iterator[None]:
+        """Keeps an answer where `let_go` finds it, and tells what its stream went through when it has ended."""
+        self._answering.add(work)
+        try:
+            yield
+        finally:
+            self._answering.discard(work)
+            said |= work.seams
+            self.meter.seams(work.seams)
+
     def _deadline(self, seconds: float | None) -> float:
         """When the request is to be answered, by `time.monotonic`. Raises DeadlineExceeded for a time that is up."""
         if seconds is None:
@@ -224,11 +270,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             seconds = min(seconds - min(self.limits.margin, seconds / 4), self.limits.max_seconds)
         return time.monotonic() + seconds
 
-    def _resumed(self, request: rpb.GenerateRequest) -> Resumable | None:
+    def _resumed(self, request: rpb.GenerateRequest, tenant: Tenant) -> Resumable | None:
         """What the token of a request says that goes on; None for one that begins. Raises as `ResumeTokens.read`."""
         if not request.HasField("resume"):
             return None
-        said, sampling = self._resumes.read(request.resume.resume_token), request.sampling
+        said, sampling = ResumeTokens(tenant.root).read(request.resume.resume_token), request.sampling
         another_seed = sampling.HasField("seed") and sampling.seed != said.seed
         if another_seed or said.request != request_digest(request):
             raise refused()
@@ -248,9 +294,15 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             facts={"model": shown, "models": ", ".join(sorted(models)), **({"nearest": near[0]} if near else {})},
         )
 
-    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest, deadline: float) -> _Sources:
+    def _tenant(self, context: Any) -> Tenant:
+        """For whom a call is."""
+        if self._tenant_of is None:
+            return self.local
+        return self._tenant_of(dict(context.invocation_metadata() or ()))
+
+    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest, tenant: Tenant, deadline: float) -> _Sources:
         items = item_paths(request.prompt, len(request.media))
-        return _Sources(self.uploads, self._root, request.media, items, deadline)
+        return _Sources(self.uploads, tenant.root, request.media, items, deadline)
 
 
 class _Sources:

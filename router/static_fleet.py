@@ -1,14 +1,17 @@
-"""A fleet of fixed addresses and DNS names, asked again and again who they are.
+"""A fleet over a membership: addresses that are asked again and again who they are. `StaticFleet` is the one whose
+addresses are fixed, or DNS names; `router.ray_fleet` has the one whose workers come and go by Ray.
 
 A worker is chosen from while it answers `Info`, is not draining, and a partner of its fingerprint and reach answers
-too. Membership changes as answers do; nobody starts or stops workers here.
+too. What is there to be asked changes as the membership does; nobody starts or stops workers here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, TypeVar, cast
 
@@ -16,7 +19,7 @@ from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
-from router.choice import choose_decoder, choose_encoder
+from router.choice import Affinity, choose_decoder, choose_encoder
 from router.fleet import (
     DecoderCalls,
     DecoderWorker,
@@ -27,7 +30,8 @@ from router.fleet import (
     common_form,
     speaks_as,
 )
-from router.member import Member, Members, addresses
+from router.member import Member, Members
+from router.membership import Membership, Named
 from router.remote import RemoteDecoder, RemoteEncoder
 
 _log = logging.getLogger(__name__)
@@ -38,26 +42,26 @@ BEAT: Final = 1.0
 """Seconds between two questions to a worker that answers."""
 
 
-class StaticFleet:
+class MemberFleet:
     """`Fleet` over channels.
 
     Args:
-        encoders, decoders: targets as a channel takes them; each address of a `dns:///HOST:PORT` is a worker of its
-            own, looked up again at every beat.
+        membership: says which addresses there are.
         patience: seconds that a request waits for a worker, if none can take it.
         beat: seconds between two questions to a worker.
     """
 
-    def __init__(
-        self, encoders: Sequence[str], decoders: Sequence[str], *, patience: float = 30.0, beat: float = BEAT
-    ) -> None:
+    def __init__(self, membership: Membership, *, patience: float = 30.0, beat: float = BEAT) -> None:
+        self._membership = membership
         self._patience = patience
         self._beat = beat
         self._changes = asyncio.Condition()
         self._telling: set[asyncio.Task[None]] = set()
-        self._encoders = Members(encoders, self._encoder_at)
-        self._decoders = Members(decoders, self._decoder_at)
+        self._encoders = Members(("encoder",), self._encoder_at)
+        self._decoders = Members(("decoder",), self._decoder_at)
+        self._waits: dict[object, tuple[str, float]] = {}  # of requests for a worker: the model, and since when
         self._known: dict[str, Served] = {}
+        self._affinity = Affinity()
         self._formless: set[tuple[str, tuple[str, ...], tuple[str, ...]]] = set()  # of which it was told
         self._looking: asyncio.Task[None] | None = None
 
@@ -92,14 +96,17 @@ class StaticFleet:
     async def known(self) -> Mapping[str, Served]:
         return await self._wait_for(lambda: self.models() or None, lambda: ("NOT_READY", "no worker has answered yet"))
 
-    async def decoder(self, model: Served) -> DecoderWorker:
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
         def decoders() -> list[DecoderWorker]:
             return [w for w, info in self._decoders.up() if _serves(info, model) and speaks_as(w, model)]
 
         def choose() -> DecoderWorker | None:
-            return choose_decoder([worker for worker in decoders() if self._encoders_of(model, worker)])
+            found = [worker for worker in decoders() if self._encoders_of(model, worker)]
+            return choose_decoder(found, keys, self._affinity)
 
-        return await self._wait_for(choose, lambda: _missing("encoder" if decoders() else "decoder", model))
+        return await self._wait_for(
+            choose, lambda: _missing("encoder" if decoders() else "decoder", model), model=model.name
+        )
 
     def count_encoders(self, model: Served, decoder: DecoderWorker) -> int:
         return len(self._encoders_of(model, decoder))
@@ -108,7 +115,7 @@ class StaticFleet:
         def choose() -> EncoderWorker | None:
             return choose_encoder(self._encoders_of(model, decoder), hint, rank)
 
-        return await self._wait_for(choose, lambda: _missing("encoder", model))
+        return await self._wait_for(choose, lambda: _missing("encoder", model), model=model.name)
 
     def lost(self, worker: EncoderWorker | DecoderWorker) -> None:
         self._encoders.doubt(worker)
@@ -152,15 +159,34 @@ class StaticFleet:
         async with self._changes:
             await self._changes.wait()
 
-    async def _wait_for(self, choose: Callable[[], W | None], missing: Callable[[], tuple[str, str]]) -> W:
+    def takes_requests(self) -> bool:
+        """Whether a model is served, or would be as soon as somebody asks."""
+        return any(served.ready or self._membership.asleep(name) for name, served in self.models().items())
+
+    def waits(self) -> Mapping[str, float]:
+        """Seconds that the oldest request has waited for a worker of a model, by its name."""
+        now = time.monotonic()
+        oldest: dict[str, float] = {}
+        for model, since in self._waits.values():
+            oldest[model] = max(oldest.get(model, 0.0), now - since)
+        return oldest
+
+    async def _wait_for(
+        self, choose: Callable[[], W | None], missing: Callable[[], tuple[str, str]], *, model: str | None = None
+    ) -> W:
         chosen = choose()
         if chosen is not None:
             return chosen
+        waiting = object()
+        if model is not None:
+            self._waits[waiting] = (model, time.monotonic())
         try:
             async with asyncio.timeout(self._patience), self._changes:
                 return cast(W, await self._changes.wait_for(choose))
         except TimeoutError:
             raise Unavailable(*missing(), retry_after=1.0) from None
+        finally:
+            self._waits.pop(waiting, None)
 
     def _tell(self) -> None:
         telling = asyncio.create_task(self._notify())
@@ -173,12 +199,24 @@ class StaticFleet:
 
     async def _keep_looking(self) -> None:
         while True:
-            await asyncio.sleep(self._beat)
+            with suppress(TimeoutError):  # members that were dropped are closed when they are idle, whatever changes
+                async with asyncio.timeout(self._beat):
+                    await self._membership.changed()
             await self._look_up()
 
     async def _look_up(self) -> None:
-        await self._encoders.look_up(addresses)
-        await self._decoders.look_up(addresses)
+        await self._encoders.look_up(lambda _: self._membership.targets("encoder"))
+        await self._decoders.look_up(lambda _: self._membership.targets("decoder"))
+
+
+class StaticFleet(MemberFleet):
+    """A fleet of targets as a channel takes them; each address of a `dns:///HOST:PORT` is a worker of its own, looked
+    up again at every beat. The rest is as of `MemberFleet`."""
+
+    def __init__(
+        self, encoders: Sequence[str], decoders: Sequence[str], *, patience: float = 30.0, beat: float = BEAT
+    ) -> None:
+        super().__init__(Named(encoders, decoders, beat=beat), patience=patience, beat=beat)
 
 
 def _serves(info: epb.EncoderInfoResponse | dpb.DecoderInfoResponse, model: Served) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from chiasm.errors import ConnectionFailed, StatusError
+from chiasm.errors import ConnectionFailed, Overloaded, StatusError
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from router.encoding import Encoding
@@ -39,6 +39,8 @@ class Work(ABC):
         credit: bytes of entries each call may have pinned before any is attached.
         spread: how a medium may be shared out.
         priority: of the request among those of its tenant; higher goes first.
+        tenant: for whom it is, by whom workers share themselves out.
+        keys: what its timeline has in common with others, as `Fleet.decoder` takes them.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Work(ABC):
         credit: int,
         spread: Spread = WHOLE,
         priority: int = 0,
+        tenant: str = "",
+        keys: Sequence[bytes] = (),
     ) -> None:
         self.fleet = fleet
         self.model = model
@@ -66,6 +70,9 @@ class Work(ABC):
         self._credit = credit
         self._spread = spread
         self._priority = priority
+        self.tenant = tenant
+        self._keys = keys
+        self._refusal: Overloaded | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- time and tasks ----------------------------------------------------------------------------------------------
@@ -131,7 +138,8 @@ class Work(ABC):
     async def reach_decoder(self) -> DecoderWorker:
         """A decoder that can be reached now. From here on encoders are chosen for it."""
         while True:
-            worker = await self.fleet.decoder(self.model)
+            worker = await self.fleet.decoder(self.model, keys=self._keys)
+            self._check_refusal(worker)
             try:
                 await worker.calls.reach()
             except ConnectionFailed:
@@ -165,6 +173,7 @@ class Work(ABC):
             while True:
                 assert self.decoder is not None, "encoders are chosen for a decoder"
                 worker = await self.fleet.encoder(self.model, self.decoder, hint=hint, rank=rank)
+                self._check_refusal(worker)
                 try:
                     await worker.calls.reach()
                 except ConnectionFailed:
@@ -176,6 +185,18 @@ class Work(ABC):
 
     def lost(self, worker: EncoderWorker) -> None:
         self.fleet.lost(worker)
+
+    def turned_away(self, worker: EncoderWorker | DecoderWorker, refusal: Overloaded) -> bool:
+        """A worker refused a call before it began. Returns whether another may be asked: a request asks one other, so
+        that refusals cost a busy fleet little."""
+        worker.refused(refusal.retry_after or 0.0)
+        first, self._refusal = self._refusal is None, refusal
+        return first
+
+    def _check_refusal(self, worker: EncoderWorker | DecoderWorker) -> None:
+        """Raises the refusal that the request was given, if all that is left to ask is full."""
+        if self._refusal is not None and worker.full:
+            raise self._refusal
 
     # -- media -------------------------------------------------------------------------------------------------------
 
@@ -199,6 +220,7 @@ class Work(ABC):
             file_digest=digest,
             initial_credit=self._credit,
             priority=self._priority,
+            fairness_key=self.tenant,
             reader_arena_id=self.decoder.reach.arena,
             form=self.form_of(worker),
         )

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"^([a-z][a-z0-9-]*):", re.MULTILINE)
 # Programs this repository does not own: that they are spelt right is all that can be said here.
-BROUGHT = {"docker", "git", "cd", "pip", "python3", "export", "source", ".", "openssl", "chmod"}
+BROUGHT = {"docker", "kubectl", "git", "cd", "pip", "python3", "export", "source", ".", "openssl", "chmod"}
 ROLES = {"encoder_service", "decoder_service", "router"}
 CHEAP = {("chiasm", "--version"), ("chiasm", "doctor"), ("chiasm", "demo"), ("make", "help")}
 
@@ -80,7 +80,7 @@ def fault(words: list[str], targets: set[str], binaries: Path) -> str | None:
         # Verbs may have verbs of their own; arguments between them and `--help` do no harm.
         verbs = itertools.takewhile(lambda word: not word.startswith("-"), words[1:])
         return _unlisted((str(binaries / "chiasm"), *verbs), words[1:])
-    if program in BROUGHT or (binaries / program).exists():
+    if program in BROUGHT or (binaries / program).exists() or ("/" in words[0] and (ROOT / words[0]).is_file()):
         return None
     return "neither a target, a verb, a module nor a tool of this environment"
 

@@ -18,6 +18,9 @@ from chiasm.cli import options
 from chiasm.cli.failure import told
 from chiasm.cli.probe import Service
 
+RAY_HERE = "local"
+"""The address of a Ray that `serve` starts and ends itself."""
+
 MODEL_HELP = "The folder of a checkpoint, the name of one that comes with chiasm (digits), or a hub name (owner/name)."
 
 
@@ -54,7 +57,17 @@ app.add_typer(cache, name="cache")
 def main() -> None:
     """The entry point of the command `chiasm`. Exits 0, 1 (failed, or a wrong answer), 2 (asked for what cannot be) or
     130 (interrupted)."""
-    app()
+    app(_completed(sys.argv[1:]))
+
+
+def _completed(arguments: list[str]) -> list[str]:
+    """With what `--ray` means where no address follows it: an option's value may not be left out otherwise."""
+    completed = []
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        completed.append(word)
+        if word == "--ray" and following.startswith("-"):
+            completed.append(RAY_HERE)
+    return completed
 
 
 def _version(asked: bool) -> None:
@@ -144,6 +157,23 @@ def serve(
     ] = None,
     encoders: Annotated[int, typer.Option(min=1, help="How many encoder processes.")] = 1,
     decoders: Annotated[int, typer.Option(min=1, help="How many decoder processes.")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:PORT]",
+            help="Has Ray place the workers: the cluster at this address, or one of its own without it.",
+        ),
+    ] = None,
+    max_encoders: Annotated[
+        int | None, typer.Option(min=1, help="With --ray, up to how many encoders there are when calls wait.")
+    ] = None,
+    max_decoders: Annotated[
+        int | None, typer.Option(min=1, help="With --ray, up to how many decoders there are when calls wait.")
+    ] = None,
+    workers_secret_file: Annotated[
+        Path | None,
+        typer.Option(help="With --ray and an address: 64 hex digits in a file of 0600, at this path on every node."),
+    ] = None,
     redis: options.Redis = None,
     redis_password_file: options.RedisPasswordFile = None,
     redis_ca_file: options.RedisCaFile = None,
@@ -161,6 +191,7 @@ def serve(
     An encoder, a decoder and a router run as processes; one that dies is started again.
     """
     from chiasm.cli import serve as verb
+    from chiasm.cli.over_ray import over_ray
     from chiasm.cli.subject import model_folder
     from chiasm.cli.system import Options
     from chiasm.cli.telling import console
@@ -189,6 +220,7 @@ def serve(
             encoders=encoders,
             decoders=decoders,
             insecure=insecure,
+            ray=over_ray(ray, encoders, decoders, max_encoders, max_decoders, workers_secret_file),
             redis={flag: str(value) for flag, value in shared.items() if value is not None},
         )
         verb.run(asked, console(), json_log=json_log)

@@ -83,6 +83,9 @@ def banner(options: Options, console: Console) -> None:
     console.print(line("roles", f"{roles}, 1 router"))
     weights = f"{parameters(options.folder) / 1e6:.1f} M parameters"
     console.print(line("model", f"{weights}, {options.folder}"))
+    if options.ray is not None:
+        most = ", ".join(f"at most {count} {kind}s" for kind, count in options.ray.most.items())
+        console.print(line("ray", f"{'of its own' if options.ray.here else options.ray.address}, {most}"))
     where = f"{options.device}, {options.dtype or 'its usual dtype'}"
     console.print(line("device", f"{where}, {platform.machine()}, {cores()} cores, {each} for each worker"))
     console.print(line("address", f"{options.listen}, metrics {options.http or 'off (--http 127.0.0.1:9090)'}"))

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from chiasm.cli import health, run_folder
 from chiasm.cli.child import Role, Tell
 from chiasm.cli.failure import MISUSED, CommandFailed
 from chiasm.cli.interrupts import Interrupts
+from chiasm.cli.over_ray import OverRay, plan
 from chiasm.cli.run_folder import RunFolder
 from chiasm.cli.supervisor import Policy, Supervisor
 from chiasm.settings import is_private
@@ -47,6 +48,7 @@ class Options:
         cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         insecure: lets the router listen where other machines reach it.
         redis: of the store that nodes share: its URL and whatever else workers are told of it, by flag; empty for none.
+        ray: has Ray place the workers; None runs them as processes of this machine.
         parent: a folder in memory, in which that of the run is made.
     """
 
@@ -63,6 +65,7 @@ class Options:
     encoders: int = 1
     decoders: int = 1
     insecure: bool = False
+    ray: OverRay | None = None
     redis: Mapping[str, str] = field(default_factory=dict)
     parent: Path = run_folder.IN
 
@@ -92,16 +95,15 @@ async def running(
     Raises CommandFailed if a role cannot start or no folder can be made, Unsupported ARENA_NO_SPACE.
     """
     began = time.monotonic()
-    with _folder(options.parent) as folder:
-        region = await asyncio.to_thread(Region.create, folder.arena, arena_bytes(options))
-        try:
-            front, workers = roles(options, folder)
-            async with Supervisor(front, workers, tell, policy=policy) as supervisor:
-                interrupts.hurry = supervisor.kill
-                await supervisor.during(_answers(supervisor))
-                yield Running(supervisor.target, supervisor, time.monotonic() - began)
-        finally:
-            region.close()
+    with _folder(options.parent) as folder, ExitStack() as stack:
+        if options.ray is None:  # which has the regions of its nodes made there
+            region = await asyncio.to_thread(Region.create, folder.arena, arena_bytes(options))
+            stack.callback(region.close)
+        front, workers = (roles if options.ray is None else roles_over_ray)(options, folder)
+        async with Supervisor(front, workers, tell, policy=policy) as supervisor:
+            interrupts.hurry = supervisor.kill
+            await supervisor.during(_answers(supervisor))
+            yield Running(supervisor.target, supervisor, time.monotonic() - began)
 
 
 def _folder(parent: Path) -> RunFolder:
@@ -120,48 +122,79 @@ async def _answers(supervisor: Supervisor) -> None:
 
 def roles(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
     """The router, and the workers."""
-    kinds = {"encoder": options.encoders, "decoder": options.decoders}
+    kinds = _kinds(options)
     names = {kind: [f"{kind}-{index}" for index in range(count)] for kind, count in kinds.items()}
     environment = threads(os.environ, sum(kinds.values()))
-    asked = {
-        "--dtype": options.dtype,
-        "--cache-tenant-bytes": options.cache_tenant_bytes,
-        "--cache-ttl": options.cache_ttl,
-    }
-    form = {"--forms": options.form} if options.form is not None else {}
     workers = [
         _role(
             name,
             f"{kind}_service",
-            {
-                "--model": str(options.folder),
-                "--name": options.name,
-                "--arena": str(folder.arena),
-                "--workers-secret-file": str(folder.workers_secret),
-                "--device": options.device,
-                **{flag: str(value) for flag, value in asked.items() if value is not None},
-                **(form if kind == "decoder" else {}),
-                **options.redis,
-            },
+            {"--arena": str(folder.arena), **_worker_flags(options, kind, folder.workers_secret)},
             {"--listen": folder.socket(name), "--http": "none"},
             environment,
         )
         for kind in kinds
         for name in names[kind]
     ]
-    front = _role(
+    found = {f"--{kind}s": ",".join(map(folder.socket, names[kind])) for kind in kinds}
+    return _front(options, folder, found, environment), workers
+
+
+def roles_over_ray(options: Options, folder: RunFolder) -> tuple[Role, list[Role]]:
+    """The router, and a Ray of this machine if none is given. The workers are Ray's."""
+    assert options.ray is not None
+    ray, kinds = options.ray, _kinds(options)
+    address, secret = folder.path / "ray.address", ray.workers_secret or folder.workers_secret
+    environment = threads(os.environ, sum(kinds.values()))
+    written = folder.path / "ray.plan"
+    text = plan(
+        ray,
+        address=str(address) if ray.here else ray.address,
+        least=kinds,
+        flags={kind: _worker_flags(options, kind, secret) for kind in kinds},
+        arenas=folder.path / "arenas" if ray.here else None,
+        arena_bytes=arena_bytes(options),
+        environment={"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]} if ray.here else {},
+        insecure=options.insecure,
+    )
+    written.write_text(text, encoding="utf-8")
+    flags = {"--address-file": str(address), "--folder": str(folder.path / "ray")}
+    heads = [_role("ray", "router.ray_head", flags, {}, environment)] if ray.here else []
+    return _front(options, folder, {"--ray-plan": str(written)}, environment), heads
+
+
+def _kinds(options: Options) -> dict[str, int]:
+    return {"encoder": options.encoders, "decoder": options.decoders}
+
+
+def _worker_flags(options: Options, kind: str, secret: Path) -> dict[str, str]:
+    """What a worker is told wherever it runs."""
+    asked = {
+        "--dtype": options.dtype,
+        "--cache-tenant-bytes": options.cache_tenant_bytes,
+        "--cache-ttl": options.cache_ttl,
+        "--forms": options.form if kind == "decoder" else None,
+    }
+    return {
+        "--model": str(options.folder),
+        "--name": options.name,
+        "--workers-secret-file": str(secret),
+        "--device": options.device,
+        **{flag: str(value) for flag, value in asked.items() if value is not None},
+        **options.redis,
+    }
+
+
+def _front(options: Options, folder: RunFolder, found: Mapping[str, str], environment: Mapping[str, str]) -> Role:
+    """The router, told how its workers are found."""
+    return _role(
         "router",
         "router",
-        {
-            "--encoders": ",".join(map(folder.socket, names["encoder"])),
-            "--decoders": ",".join(map(folder.socket, names["decoder"])),
-            "--tenants-secret-file": str(folder.tenants_secret),
-        },
+        {**found, "--tenants-secret-file": str(folder.tenants_secret)},
         {"--listen": options.listen, "--http": options.http or "none"},
         environment,
         ["--insecure"] if options.insecure else [],
     )
-    return front, workers
 
 
 def _role(

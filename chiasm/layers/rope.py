@@ -3,6 +3,8 @@
 Of two halves (a, b) a rotation makes (a cos - b sin, b cos + a sin). The tables carry the sign, so that this is two
 products and a sum for all layers of a step: sines are negated in their first half.
 
+Where the two numbers of a pair lie side by side (`paired`), a pair is a complex number and a rotation one product.
+
 Tables are plain tensors, never module buffers: casting a module to bfloat16 must not touch them.
 """
 
@@ -33,10 +35,30 @@ def rotate(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
     return (x_nhd * cos_n1d).addcmul_(swapped, sin_n1d)
 
 
-def rotate_(x_nhd: Tensor, cos_n1d: Tensor, sin_n1d: Tensor) -> Tensor:
-    """As `rotate`, in x's own memory and type."""
-    swapped = x_nhd.roll(x_nhd.shape[-1] // 2, dims=-1)
-    return x_nhd.mul_(cos_n1d).addcmul_(swapped, sin_n1d)
+def paired(dim: int) -> list[int]:
+    """The order in which the numbers of a head lie when those that are rotated against each other lie side by side."""
+    return [number for pair in zip(range(dim // 2), range(dim // 2, dim), strict=True) for number in pair]
+
+
+def turns(angles_nf: Tensor) -> Tensor:
+    """(rows, 1, dim / 2) complex numbers of length 1, of (rows, dim / 2) angles."""
+    return torch.polar(torch.ones_like(angles_nf), angles_nf).unsqueeze(1)
+
+
+def turn(x_nhd: Tensor, turns_n1f: Tensor) -> Tensor:
+    """Rotates (rows, heads, dim), whose pairs lie side by side, by `turns`."""
+    return torch.view_as_real(_complex(x_nhd) * turns_n1f).flatten(-2)
+
+
+def turn_(x_nhd: Tensor, turns_n1f: Tensor) -> Tensor:
+    """As `turn`, in x's own memory, which is contiguous."""
+    _complex(x_nhd).mul_(turns_n1f)
+    return x_nhd
+
+
+def _complex(x_nhd: Tensor) -> Tensor:
+    """(rows, heads, dim / 2): pairs as complex numbers, in the same memory."""
+    return torch.view_as_complex(x_nhd.unflatten(-1, (-1, 2)))
 
 
 class MultimodalRope:

@@ -2,7 +2,7 @@
 
 Everything here depends on pixels, grid and weights alone, which is why a unit can be encoded once and shared.
 Shape suffixes: P patches of all grids of a call, p patches after which their places repeat, C channels, H heads,
-D head dimension.
+D head dimension, F = D / 2.
 """
 
 from __future__ import annotations
@@ -14,15 +14,25 @@ from torch import Tensor, nn
 
 from chiasm.attention.backend import VarlenAttention
 from chiasm.layers.linear import linear, linear_gelu
-from chiasm.layers.rope import rotate, rotate_
+from chiasm.layers.rope import paired, turn, turn_
 from chiasm.layers.vit_places import Grid, GridPlaces, Places, PositionEmbedding, VisionRope
 
 PIECE = 1 << 16
 """Numbers that are rotated at a time on a CPU."""
 
 
+def rows_paired(channels: int, heads: int) -> tuple[int, ...]:
+    """Which row of a checkpoint's q, k and v each row of `VisionAttention.qkv` is: in queries and keys the numbers that
+    are rotated against each other lie side by side. A score is a sum over them, in whatever order."""
+    dim = channels // heads
+    within = paired(dim)
+    both = (head * dim + number for head in range(2 * heads) for number in within)
+    return (*both, *range(2 * channels, 3 * channels))
+
+
 class VisionAttention(nn.Module):
-    """Attention among the patches of one grid. q, k and v come from one product; rotation in float32."""
+    """Attention among the patches of one grid. q, k and v come from one product, whose rows are in the order of
+    `rows_paired`; rotation in float32."""
 
     def __init__(self, channels: int, heads: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,35 +41,33 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(channels, channels, device=device, dtype=dtype)
         self._wide = torch.promote_types(dtype, torch.float32)
 
-    def forward(
-        self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
-    ) -> Tensor:
-        """(P, C) to (P, C); tables as `Places` has them, `lengths` are the patches of each grid."""
+    def forward(self, x_pc: Tensor, turns_p1f: Tensor, lengths: Sequence[int], attention: VarlenAttention) -> Tensor:
+        """(P, C) to (P, C); rotations as `Places` has them, `lengths` are the patches of each grid."""
         patches, channels = x_pc.shape
         both = 2 * self.heads
         qkv_phd = linear(self.qkv, x_pc).view(patches, both + self.heads, -1)
-        qk_phd = self._rotated(qkv_phd[:, :both], cos_p1d, sin_p1d)
+        qk_phd = self._rotated(qkv_phd[:, :both], turns_p1f)
         q_phd, k_phd = qk_phd.split_with_sizes((self.heads, self.heads), dim=1)
         mixed = attention.varlen(q_phd, k_phd, qkv_phd[:, both:], lengths, causal=False)
         return linear(self.proj, mixed.reshape(patches, channels))
 
-    def _rotated(self, qk_phd: Tensor, cos_p1d: Tensor, sin_p1d: Tensor) -> Tensor:
-        """(P, 2 H, D): queries and keys as one; the tables of equal grids are one for all of them."""
-        period = len(cos_p1d)
+    def _rotated(self, qk_phd: Tensor, turns_p1f: Tensor) -> Tensor:
+        """(P, 2 H, D): queries and keys as one; the rotations of equal grids are one for all of them."""
+        period = len(turns_p1f)
         qk = qk_phd.unflatten(0, (-1, period))
         if torch.is_grad_enabled() or not qk.is_cpu:
-            return rotate(qk.to(self._wide), cos_p1d, sin_p1d).to(qk.dtype).flatten(0, 1)
+            return turn(qk.to(self._wide), turns_p1f).to(qk.dtype).flatten(0, 1)
         # Piece by piece what is wide stays in the core's cache: a third of the time at the released width.
         rotated = torch.empty(qk.shape, dtype=qk.dtype)
         rows = max(1, PIECE // qk[0, 0].numel())
         frames = max(1, rows // period)
         for at in range(0, period, rows):
             here = slice(at, at + rows)
-            cos, sin = cos_p1d[here], sin_p1d[here]
+            turns = turns_p1f[here]
             if frames > 1:  # used so often that a table for every head, which is read in one go, is soon paid for
-                cos, sin = (table.expand(qk[0].shape).contiguous() for table in (cos, sin))
+                turns = turns.expand(-1, qk.shape[2], -1).contiguous()
             for some, out in zip(qk.split(frames), rotated.split(frames), strict=True):
-                out[:, here] = rotate_(some[:, here].to(self._wide), cos, sin)  # nobody reads them unrotated
+                out[:, here] = turn_(some[:, here].to(self._wide, copy=True), turns)
         return rotated.flatten(0, 1)
 
 
@@ -88,12 +96,10 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(channels, heads, device=device, dtype=dtype)
         self.mlp = VisionMLP(channels, intermediate, device=device, dtype=dtype)
 
-    def forward(
-        self, x_pc: Tensor, cos_p1d: Tensor, sin_p1d: Tensor, lengths: Sequence[int], attention: VarlenAttention
-    ) -> Tensor:
-        """(P, C) to (P, C); rotary tables as `Places` has them, and the patches of each grid in `lengths`."""
+    def forward(self, x_pc: Tensor, turns_p1f: Tensor, lengths: Sequence[int], attention: VarlenAttention) -> Tensor:
+        """(P, C) to (P, C); rotations as `Places` has them, and the patches of each grid in `lengths`."""
         # Into what was just made: the input may be a tap, which its owner keeps.
-        x_pc = self.attn(self.norm1(x_pc), cos_p1d, sin_p1d, lengths, attention).add_(x_pc)
+        x_pc = self.attn(self.norm1(x_pc), turns_p1f, lengths, attention).add_(x_pc)
         out: Tensor = self.mlp(self.norm2(x_pc)).add_(x_pc)
         return out
 
@@ -146,5 +152,5 @@ class VisionTransformer(nn.Module):
         embedded = linear(self.patch_embed, patches_pv).unflatten(0, (-1, len(places.positions_pc)))
         x_pc: Tensor = embedded.add_(places.positions_pc).flatten(0, 1)
         for block in self.blocks:
-            x_pc = block(x_pc, places.cos_p1d, places.sin_p1d, lengths, attention)
+            x_pc = block(x_pc, places.turns_p1f, lengths, attention)
             yield x_pc

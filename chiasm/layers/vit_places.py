@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from chiasm.layers.rope import inverse_frequencies, tables
+from chiasm.layers.rope import inverse_frequencies, turns
 
 Grid = tuple[int, int]
 """Patches of one frame: (rows, columns)."""
@@ -111,11 +111,11 @@ class VisionRope:
         self.inverse = inverse_frequencies(head_dim // 2, theta, device=device)
         self.merge = merge
 
-    def tables(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        """cos and sin of `rope.tables`, each (P, 1, D) float32, of one grid in patch order."""
+    def turns(self, grid: Grid) -> Tensor:
+        """`rope.turns`, (P, 1, D / 2) complex64, of one grid in patch order."""
         at_2p = block_order(grid, self.merge).to(self.inverse.device, torch.float32)
         angles = torch.cat([axis.unsqueeze(-1) * self.inverse for axis in at_2p], dim=-1)
-        return tables(angles, torch.float32)
+        return turns(angles)
 
 
 class Places(NamedTuple):
@@ -123,12 +123,11 @@ class Places(NamedTuple):
 
     Attributes:
         positions_pc: (p, C) learned positions.
-        cos_p1d, sin_p1d: (p, 1, D) rotary tables, float32.
+        turns_p1f: (p, 1, D / 2) rotations, complex64.
     """
 
     positions_pc: Tensor
-    cos_p1d: Tensor
-    sin_p1d: Tensor
+    turns_p1f: Tensor
 
 
 class GridPlaces:
@@ -162,5 +161,5 @@ class GridPlaces:
 
     def _make(self, grids: Sequence[Grid]) -> Places:
         positions = [self._embedding(grid) for grid in grids]
-        cos, sin = zip(*map(self._rope.tables, grids), strict=True)
-        return Places(*(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (positions, cos, sin)))
+        turns = [self._rope.turns(grid) for grid in grids]
+        return Places(*(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (positions, turns)))

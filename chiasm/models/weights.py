@@ -40,12 +40,14 @@ class Weight:
 
     Attributes:
         projects: a decoder half that projects states has a parameter of this name too, and fills it likewise.
+        order: which row of what is stored each row of the parameter is; None where they are in one order.
     """
 
     half: HalfName
     parameter: str
     ways: tuple[tuple[Part, ...], ...]
     projects: bool = False
+    order: tuple[int, ...] | None = None
 
 
 def whole(half: HalfName, parameter: str, name: str, *shape: int, projects: bool = False) -> Weight:
@@ -103,7 +105,7 @@ def load_half(
         raise CheckpointError(tensors.where, problems)
     for weight in weights:
         way, _ = _way(weight, tensors)
-        _fill(parameters[weight.parameter], way, tensors)
+        _fill(parameters[weight.parameter], way, tensors, weight.order)
 
 
 def _way(weight: Weight, tensors: Mapping[str, object]) -> tuple[Sequence[Part], str | None]:
@@ -132,7 +134,9 @@ def _check(part: Part, tensors: Tensors) -> list[str]:
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, way: Sequence[Part], tensors: Tensors) -> None:
+def _fill(parameter: nn.Parameter, way: Sequence[Part], tensors: Tensors, order: tuple[int, ...] | None = None) -> None:
     for part in way:
         rows = parameter if part.rows is None else parameter[part.rows[0] : part.rows[1]]
         rows.copy_(tensors[part.name].reshape(rows.shape))
+    if order is not None:
+        parameter.copy_(parameter[list(order)])

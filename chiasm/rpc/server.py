@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from chiasm.errors import ChiasmError, StatusError, Unavailable, Unsupported
+from chiasm.errors import ChiasmError, Overloaded, StatusError, Unavailable, Unsupported
 from chiasm.rpc import limits
 from chiasm.rpc.handler import behavior_of, with_behavior
 from chiasm.rpc.socket_file import SocketFile
@@ -33,7 +33,9 @@ READINESS: Final = "readiness"
 _LAST_WORD: Final = 0.2
 """Seconds that clients who watch health are given to hear that it is over."""
 
-_NO_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
+_PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+
+_NO_RETRY: Final = (_PUSHBACK_KEY, "-1")
 """Tells a client's gRPC not to try again by itself: the server has waited already, and its caller decides. A server
 that is ending has not, and another one may be there.
 https://github.com/grpc/proposal/blob/master/A6-client-retries.md"""
@@ -285,5 +287,12 @@ async def _end(error: Exception, context: grpc.aio.ServicerContext[Any, Any], me
     trailing = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
     if isinstance(error, Unavailable) and error.reason != "DRAINING":
         trailing = (*trailing, _NO_RETRY)
+    elif isinstance(error, Overloaded):
+        trailing = (*trailing, _pushback(error.retry_after))
     await context.abort(status.code, status.details, trailing)
     raise asyncio.CancelledError  # abort always raises; this tells the type checker
+
+
+def _pushback(seconds: float | None) -> tuple[str, str]:
+    """Tells a client's gRPC what `RetryInfo` tells its caller: when to come again, or not to."""
+    return (_PUSHBACK_KEY, "-1" if seconds is None else str(round(seconds * 1000)))

@@ -241,7 +241,7 @@ async def test_an_encoder_lost_while_a_medium_comes_is_replaced_and_encodes_what
     async with running() as service:
         fleet = MeddledFleet(service, encoder=dies_after_three)
         sender = Sender(service, pictures)
-        upload = await service.router.uploads.find(service.router._root, sender.medium.handle)
+        upload = await service.router.uploads.find(service.router.local.root, sender.medium.handle)
         asking = asyncio.create_task(answered(fleet, question(READ, sender.medium), [upload]))
         sender.send(3)
         await three.wait()

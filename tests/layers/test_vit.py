@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.layers.vit import VisionTransformer
+from chiasm.layers.vit import VisionTransformer, rows_paired
 from chiasm.layers.vit_places import KEPT_PATCHES, Grid, Kept, PositionEmbedding, block_order
 from chiasm.media.patches import normalise, to_patches
 
@@ -68,7 +68,8 @@ def ours(theirs: Any, dtype: torch.dtype) -> VisionTransformer:
     weights = {name: tensor for name, tensor in theirs.state_dict().items() if not name.startswith(("merger", "deep"))}
     weights["patch_embed.weight"] = weights.pop("patch_embed.proj.weight").flatten(1)
     weights["patch_embed.bias"] = weights.pop("patch_embed.proj.bias")
-    made.load_state_dict(weights)
+    order = list(rows_paired(CHANNELS, 2))
+    made.load_state_dict({name: tensor[order] if ".qkv." in name else tensor for name, tensor in weights.items()})
     return made
 
 

@@ -141,8 +141,8 @@ class MeddledFleet:
     async def known(self) -> Mapping[str, Served]:
         return await self.inner.known()
 
-    async def decoder(self, model: Served) -> DecoderWorker:
-        worker = await self.inner.decoder(model)
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
+        worker = await self.inner.decoder(model, keys=keys)
         self.decoders = self.decoders or MeddledDecoder(worker.calls, self._meddle_decoder)
         given = Worker[DecoderCalls](worker.replica_id, self.decoders, forms=worker.forms)
         self.given.append(given)

@@ -3,6 +3,7 @@ place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -36,8 +37,8 @@ class Changing(MeddledFleet):
             raise Unavailable("CONNECTION_LOST", "the connection broke before the stream had ended")
         return True
 
-    async def decoder(self, model: Served) -> DecoderWorker:
-        given = await super().decoder(model)
+    async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
+        given = await super().decoder(model, keys=keys)
         self._service.decoder.flush()  # another one holds nothing
         self._service.decoder.forms = forms = (self._forms.pop(0),)
         given.forms = {model.name: [form_code(form) for form in forms]}

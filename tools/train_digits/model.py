@@ -173,6 +173,8 @@ def _tensors(encoder: MossVLEncoder, decoder: MossVLDecoder) -> dict[str, Tensor
         parameters = dict(module.named_parameters())
         for weight in table.of(half):
             parameter = parameters[weight.parameter].detach().to(torch.bfloat16)
+            if weight.order is not None:
+                parameter = parameter[torch.tensor(weight.order).argsort()]
             for part in weight.ways[0]:
                 rows = parameter if part.rows is None else parameter[slice(*part.rows)]
                 tensors[part.name] = rows.reshape(part.shape).contiguous()

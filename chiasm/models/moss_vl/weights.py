@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from chiasm.layers.vit import rows_paired
 from chiasm.models.moss_vl.config import Config, VisionConfig
 from chiasm.models.weights import Part, Weight, WeightTable, whole
 
@@ -29,12 +30,13 @@ def _vision(v: VisionConfig) -> Iterator[Weight]:
     )
     yield whole("encoder", "visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", c)
     yield whole("encoder", "visual.pos_embed.weight", "model.visual.pos_embed.weight", v.num_position_embeddings, c)
+    order = rows_paired(c, v.num_heads)
     for i in range(v.depth):
         block = f"visual.blocks.{i}"
         for norm in ("norm1", "norm2"):
             yield from _affine(f"{block}.{norm}", c)
         for kind, shape in (("weight", (c,)), ("bias", ())):
-            yield _fused(f"{block}.attn", kind, c, shape)
+            yield _fused(f"{block}.attn", kind, c, shape, order)
         yield from _affine(f"{block}.attn.proj", c, c)
         yield from _affine(f"{block}.mlp.linear_fc1", inner, c)
         yield from _affine(f"{block}.mlp.linear_fc2", c, inner)
@@ -51,7 +53,7 @@ def _affine(parameter: str, *shape: int, prefix: str = "model.") -> Iterator[Wei
     yield whole("encoder", f"{parameter}.bias", f"{prefix}{parameter}.bias", shape[0])
 
 
-def _fused(attention: str, kind: str, rows: int, columns: tuple[int, ...]) -> Weight:
+def _fused(attention: str, kind: str, rows: int, columns: tuple[int, ...], order: tuple[int, ...]) -> Weight:
     """Queries, keys and values of a block: one tensor, or three under either of their usual names."""
     fused = (Part(f"model.{attention}.qkv.{kind}", (3 * rows, *columns)),)
     split = (
@@ -61,7 +63,7 @@ def _fused(attention: str, kind: str, rows: int, columns: tuple[int, ...]) -> We
         )
         for names in (("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
     )
-    return Weight("encoder", f"{attention}.qkv.{kind}", (fused, *split))
+    return Weight("encoder", f"{attention}.qkv.{kind}", (fused, *split), order=order)
 
 
 def _crossing(config: Config) -> Iterator[Weight]:

@@ -170,12 +170,12 @@ def corners_not_aligned(patch: pytest.MonkeyPatch) -> None:
 
 
 def row_major_vision_rotary(patch: pytest.MonkeyPatch) -> None:
-    def tables(self: VisionRope, grid: Grid) -> tuple[Tensor, Tensor]:
+    def turns(self: VisionRope, grid: Grid) -> Tensor:
         at = torch.arange(grid[0] * grid[1])
         axes = torch.stack((at // grid[1], at % grid[1])).float()
-        return rope.tables(torch.cat([axis.unsqueeze(-1) * self.inverse for axis in axes], dim=-1), torch.float32)
+        return rope.turns(torch.cat([axis.unsqueeze(-1) * self.inverse for axis in axes], dim=-1))
 
-    patch.setattr(VisionRope, "tables", tables)
+    patch.setattr(VisionRope, "turns", turns)
 
 
 def keys_not_normed(patch: pytest.MonkeyPatch) -> None:
