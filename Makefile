@@ -53,7 +53,7 @@ fuzz: $(VENV)/.dev  ## Runs what the tests run a slice of, MINUTES (30) each: ti
 
 chaos: $(VENV)/.dev  ## Hurts systems of processes for MINUTES (30), the digits as judge, then the tell-tale ones; SEED (0).
 	$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
-	$(PY) -m pytest -m chaos tests
+	$(PY) -m pytest -m chaos
 	$(PY) -m tests.telltale
 	$(PY) -m tests.telltale.run --requests 1000 --seed $(SEED)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from chiasm.cache.form import Form
 from chiasm.cache.store import EntryStore
 from chiasm.errors import InvalidRequest, Overloaded, ServerError
+from chiasm.failpoints import Step, nowhere
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
 from chiasm.models.forms import attachable
@@ -60,6 +61,8 @@ class DecoderModel:
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_rows, max_units, max_running: as `Scheduler` has them.
         form: of entries that it would have.
+        step: is told of `attach` and `step`, in the device's thread, before a unit is attached or a step computed
+            (`chiasm.failpoints`).
 
     Attributes:
         forms: of entries that it attaches, the preferred one first.
@@ -81,8 +84,10 @@ class DecoderModel:
         max_units: int = MAX_UNITS,
         max_running: int | None = None,
         form: Form = Form.CROSS_KV,
+        step: Step = nowhere,
     ) -> None:
         self.engine = engine
+        self._reach = step
         self.forms = attachable(engine.half, form)
         self.prompt = prompt
         self.store = store
@@ -144,7 +149,7 @@ class DecoderModel:
 
     def _compute(self, plan: Plan[DecodeSequence]) -> Result[DecodeSequence]:
         """In the device's thread. A fault of one is its own, whoever it runs with."""
-        units = [_error_of(unit.work) for unit in plan.units]
+        units = [self._attached(unit.work) for unit in plan.units]
         asked = [_Asked(seat, 1, self._drawers[seat.sequence]) for seat in plan.singles]
         asked += [
             _Asked(seat, rows, self._drawers[seat.sequence] if draws else None) for seat, rows, draws in plan.shares
@@ -162,10 +167,20 @@ class DecoderModel:
         ]
         return Result(units, outcomes, failed, ended)
 
+    def _attached(self, work: Callable[[], None]) -> Exception | None:
+        """Why a unit was not attached."""
+        try:
+            self._reach("attach")
+            work()
+        except Exception as error:
+            return error
+        return None
+
     def _computed(self, asked: Sequence[_Asked]) -> list[Outcome]:
         if not asked:
             return []
         try:
+            self._reach("step")
             logits = self.engine.step([Work(a.seat.sequence, a.rows, "last" if a.drawer else "none") for a in asked])
         except Exception as error:
             if len(asked) == 1:
@@ -313,14 +328,6 @@ def _drew(drawer: Drawer, outcome: Outcome) -> Outcome:
         except Exception as error:
             return error
     return outcome
-
-
-def _error_of(work: Callable[[], None]) -> Exception | None:
-    try:
-        work()
-    except Exception as error:
-        return error
-    return None
 
 
 def _drawn(logits: Sequence[Tensor], draws: Sequence[Draw]) -> list[Outcome]:

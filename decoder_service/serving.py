@@ -30,7 +30,7 @@ from decoder_service.settings import DecoderSettings
 async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[None]:
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
-    async with crossing(settings) as kept:
+    async with crossing(settings, step=process.failpoints.within("store")) as kept:
         device, given = place(settings.device, settings.dtype)
         model = await asyncio.to_thread(open_model, settings.model)
         model.name = settings.name or model.name
@@ -48,6 +48,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             max_units=settings.max_units,
             max_running=settings.max_running,
             form=form,
+            step=process.failpoints.within("decoder"),
         )
         try:
             servicer = DecoderServicer(

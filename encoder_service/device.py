@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chiasm.attention.backend import VarlenAttention
 from chiasm.cache.form import Form
+from chiasm.failpoints import Step, nowhere
 from chiasm.models.family import EncoderHalf, Trunk
 from chiasm.models.forms import payloads
 from chiasm.pulse import Pulse, PulsedThreads
@@ -88,12 +89,16 @@ class Device:
 
     Args:
         trunk: computes what the half's own would, for example from graphs.
+        step: is told of `pass`, in the model's thread, before one is computed (`chiasm.failpoints`).
     """
 
-    def __init__(self, half: EncoderHalf, attention: VarlenAttention, trunk: Trunk | None = None) -> None:
+    def __init__(
+        self, half: EncoderHalf, attention: VarlenAttention, trunk: Trunk | None = None, *, step: Step = nowhere
+    ) -> None:
         self._half = half
         self._attention = attention
         self._trunk = trunk
+        self._step = step
         self._copies: Copies = CudaCopies(half.device) if half.device.type == "cuda" else NoCopies()
         self._thread = PulsedThreads(1, "encoder")
 
@@ -123,6 +128,7 @@ class Device:
 
     @torch.inference_mode()
     def _pass(self, frames: Sequence[Wanted]) -> list[Entry]:
+        self._step("pass")
         copied = [self._copies.up(pixels) for pixels, _ in frames]
         forms = [form for _, form in frames]
         entries = payloads(self._half, copied, forms, self._attention, self._trunk)

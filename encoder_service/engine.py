@@ -23,6 +23,7 @@ from chiasm.cache.sealed import EntryKey
 from chiasm.cache.store import EntryStore, Lease
 from chiasm.cache.tenant import owner
 from chiasm.errors import Overloaded, Unavailable
+from chiasm.failpoints import Step, nowhere
 from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
@@ -60,6 +61,7 @@ class EncoderEngine:
         max_elements: which every tensor of a pass must have fewer than.
         trunk: computes what the half's own would (`device.Device`).
         forms: of entries that it makes, the one first that is made where nothing else is asked for.
+        step: as of `device.Device`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class EncoderEngine:
         max_elements: int = MAX_ELEMENTS,
         trunk: Trunk | None = None,
         forms: Sequence[Form] = tuple(Form),
+        step: Step = nowhere,
     ) -> None:
         self.processor = processor
         self.forms = tuple(forms)
@@ -84,7 +87,7 @@ class EncoderEngine:
         self.half = half
         self.workers_secret = workers_secret
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
-        self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk)
+        self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk, step=step)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
         self._flights = Flights()
         self._batcher = Batcher(self.bounds)

@@ -28,7 +28,7 @@ from encoder_service.settings import EncoderSettings
 async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[None]:
     """The role of `chiasm.rpc.process`. Raises SettingsError, CheckpointError, and what `Region` raises."""
     secret = read_secret(settings.workers_secret_file)
-    async with crossing(settings) as kept:
+    async with crossing(settings, step=process.failpoints.within("store")) as kept:
         model, half, trunk, fingerprint = await asyncio.to_thread(_load, settings, process)
         engine = EncoderEngine(
             half,
@@ -40,6 +40,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             max_units=settings.max_units,
             trunk=trunk,
             forms=settings.offer_forms,
+            step=process.failpoints.within("encoder"),
         )
         limits = Limits()
         try:

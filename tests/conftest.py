@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cancels", type=int, default=3000, help="calls that are cancelled at a store that nodes share")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what is marked `gpu` where no CUDA device answers. torch is loaded only if such a test was collected."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

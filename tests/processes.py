@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -34,23 +34,36 @@ class Role:
     Args:
         arguments: of its command line.
         folder: where its log is kept.
+
+    Attributes:
+        env: what it is started with beside this process's own environment.
+        within: what its command line begins with, for example a command that runs it in a namespace.
+        more: flags behind those it was made with, which they win over.
     """
 
     def __init__(self, role: str, arguments: Sequence[str], folder: Path) -> None:
         self.role = role
-        self._arguments = [sys.executable, "-m", role, *arguments, "--log-format", "json", "--supervised"]
+        self._module = ["-m", role]
+        self._arguments = [*arguments, "--log-format", "json", "--supervised"]
         self._log = folder / f"{role}-{secrets.token_hex(4)}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self.env: dict[str, str] = {}
+        self.within: list[str] = []
+        self.more: list[str] = []
 
     def start(self) -> None:
         """Starts it, or starts it again after its end."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._arguments,
+                [*self.within, sys.executable, *self._module, *self._arguments, *self.more],
                 stdin=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.env},
             )
+
+    def through(self, module: str, *arguments: str) -> None:
+        """Has a module run it from its next start on: `python -m MODULE ARGUMENTS… ROLE …`."""
+        self._module = ["-m", module, *arguments, self.role]
 
     @property
     def pid(self) -> int:
@@ -199,6 +212,8 @@ def trio(
     encoders: int = 1,
     nodes: int = 1,
     modules: Mapping[str, str] = MappingProxyType({}),
+    within: Mapping[str, list[str]] = MappingProxyType({}),
+    prepare: Callable[[Role], object] = lambda role: None,
     **options: Sequence[str],
 ) -> Iterator[Trio]:
     """Three processes that answer, or more, ended with the block.
@@ -206,6 +221,8 @@ def trio(
     Args:
         nodes: 2 gives the encoders a region of their own, as if they were on another node than the decoder.
         modules: what is run in the place of a worker's own module, by role.
+        within: what command lines begin with, by the module that is run.
+        prepare: is given each role before it is started.
         options: more flags, by role: `encoder`, `decoder`, `router`.
     """
     with ExitStack() as stack:
@@ -217,6 +234,8 @@ def trio(
         made = Trio(folder, model, (regions[0], regions[-1]), dict(options), encoders=encoders, modules=modules)
         for role in made.roles:
             stack.callback(role.end)
+            role.within = within.get(role.role, [])
+            prepare(role)
             role.start()
         for role in made.roles:
             role.wait_for("ready")

@@ -20,6 +20,7 @@ from chiasm.cache.region import Region
 from chiasm.cache.server import Server, store_id
 from chiasm.cache.store import EntryStore
 from chiasm.cache.tiers import TieredStore, WritePolicy
+from chiasm.failpoints import Step, nowhere
 from chiasm.models.registry import Model
 from chiasm.models.weights import HalfName
 from chiasm.settings import SettingsError, WorkerSettings
@@ -51,14 +52,17 @@ class Crossing:
 
 
 @asynccontextmanager
-async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
+async def crossing(settings: WorkerSettings, *, step: Step = nowhere) -> AsyncIterator[Crossing]:
     """Opens the node's region and, if the settings name one, the store that nodes share, which need not be reached.
+
+    Args:
+        step: is told of what the stores do (`chiasm.failpoints`).
 
     Raises what `Region` raises, and SettingsError for a password or a certificate that cannot be read.
     """
     server = None if settings.redis is None else Server.of(settings)
     with closing(await asyncio.to_thread(region, settings)) as opened:
-        near = ArenaStore(opened, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
+        near = ArenaStore(opened, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl, step=step)
         if server is None:
             yield Crossing(near, opened.arena_id, None, near, opened.is_there)
             return
@@ -74,6 +78,7 @@ async def crossing(settings: WorkerSettings) -> AsyncIterator[Crossing]:
             ttl=settings.redis_ttl,
             entry_bytes=settings.redis_entry_bytes,
             owner_bytes=settings.redis_owner_bytes,
+            step=step,
         )
         policy = WritePolicy(settings.redis_policy)
         async with aclosing(TieredStore(near, far, policy=policy, behind_bytes=settings.redis_behind_bytes)) as tiers:

@@ -50,10 +50,18 @@ METADATA_BYTES: Final = 64 * 1024
 """Bytes of the metadata of a call. A status with details must fit, or gRPC puts one of its own in its place."""
 
 KEEPALIVE_MS: Final = 30_000
-"""A connection that was silent for so long is asked whether it lives."""
+"""After so long a client asks a silent connection whether it lives."""
 
 KEEPALIVE_TIMEOUT_MS: Final = 15_000
-"""A connection that does not answer within this time is closed."""
+"""A client closes a connection that does not answer within this time."""
+
+SERVER_KEEPALIVE_MS: Final = 5_000
+"""The same of a server, which works for whoever has gone without a word until it notices: a cable, a machine, a network
+that is parted. A client's processor may be busy for seconds; gRPC answers beside it."""
+
+SERVER_KEEPALIVE_TIMEOUT_MS: Final = 5_000
+"""And here. Bytes that were sent and not acknowledged for so long end a connection too (TCP_USER_TIMEOUT), so a client
+that is being told something is missed after this time, and a silent one after both together."""
 
 MIN_PING_INTERVAL_MS: Final = 10_000
 """A server takes pings this often. It must lie below KEEPALIVE_MS: a decoder can be silent for long, and three pings
@@ -86,8 +94,8 @@ def server_options(message_bytes: int) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_time_ms", SERVER_KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", SERVER_KEEPALIVE_TIMEOUT_MS),
         # Two processes on one port would share it silently, each with half of the calls.
         ("grpc.so_reuseport", 0),
     )

@@ -48,8 +48,9 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from chiasm import log
 from chiasm.errors import Cancelled, CheckpointError, ChiasmError, StatusError
+from chiasm.failpoints import Failpoints, parse
 from chiasm.pulse import Pulse, Standing
-from chiasm.rpc import limits
+from chiasm.rpc import faulty, limits
 from chiasm.rpc.http import STALLED, PlainPort
 from chiasm.rpc.server import Server
 from chiasm.settings import RoleSettings, SettingsError, load
@@ -86,6 +87,7 @@ class Process:
         role: the role's name.
         server: not started; the role adds its services while it is entered.
         registry: of what the process measures; the role registers its collectors. They run on the event loop.
+        failpoints: those that it was started with; none in service.
         listening: whether calls are answered, or were.
         refused: why it has ended itself before it was ready.
     """
@@ -100,7 +102,9 @@ class Process:
         overtime: float = OVERTIME,
     ) -> None:
         self.role = role
-        self.server = Server(settings.listen, message_bytes=message_bytes)
+        self.failpoints = Failpoints(parse(settings.failpoints))
+        interceptors = [faulty.Interceptor(self.failpoints)] if self.failpoints else []
+        self.server = Server(settings.listen, message_bytes=message_bytes, interceptors=interceptors)
         self.registry = CollectorRegistry()
         self._progress = Gauge(
             "chiasm_seconds_without_progress", "Since a thread that has work has finished any.", ["thread"],
@@ -215,6 +219,8 @@ class Process:
         _log.info("starting", extra={"role": self.role, "version": metadata.version("chiasm"), "pid": os.getpid()})
         if settings.insecure:
             _log.warning("insecure", extra={"listen": settings.listen})
+        if self.failpoints:
+            _log.warning("failpoints", extra={"faults": settings.failpoints})
         try:
             async with AsyncExitStack() as stack:
                 if settings.http != "none":
@@ -308,6 +314,7 @@ def run(
     """
     try:
         settings = load(kind, sys.argv[1:] if argv is None else argv, program=program or _program(kind))
+        faulty.check(parse(settings.failpoints))
     except SettingsError as error:
         _refuse(error)
     log.configure(settings.log_format)

@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from chiasm.errors import ChiasmError, Overloaded, StatusError, Unavailable, Unsupported
 from chiasm.rpc import limits
+from chiasm.rpc.handler import behavior_of, with_behavior
 from chiasm.rpc.socket_file import SocketFile
 from chiasm.rpc.status import to_status
 
@@ -228,25 +229,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
-        behavior: Any
-        if handler.request_streaming:
-            behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
-        else:
-            behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        behavior = behavior_of(handler)
         wrap = _stream if inspect.isasyncgenfunction(behavior) else _single
-        wrapped: Any = wrap(behavior, method, handler.request_streaming)
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        return make(
-            wrapped,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return with_behavior(handler, wrap(behavior, handler_call_details.method, handler.request_streaming))
 
 
 def _single(behavior: Callable[..., Any], method: str, many: bool) -> Callable[..., Awaitable[Any]]:

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
 
+from chiasm.failpoints import parse
+
 
 def _host_and_port(value: str, *, lowest: int) -> bool:
     host, _, port = value.rpartition(":")
@@ -50,6 +52,11 @@ def _redis_url(value: str) -> str:
     return value
 
 
+def _failpoints(value: str) -> str:
+    parse(value)
+    return value
+
+
 def _parts(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
@@ -62,6 +69,9 @@ HttpAddress: TypeAlias = Annotated[str, AfterValidator(_http_address)]
 
 Target: TypeAlias = Annotated[str, AfterValidator(_target)]
 """What a channel takes: `HOST:PORT`, `dns:///NAME:PORT` or `unix:/path/to/socket`."""
+
+Failpoints: TypeAlias = Annotated[str, AfterValidator(_failpoints)]
+"""Faults, as `chiasm.failpoints` writes them."""
 
 Targets: TypeAlias = Annotated[tuple[Target, ...], NoDecode, BeforeValidator(_parts)]
 """Targets parted by commas."""

@@ -8,7 +8,7 @@ from typing import Final, Literal, Self
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from chiasm.settings.kinds import Address, HttpAddress, RedisUrl, is_private
+from chiasm.settings.kinds import Address, Failpoints, HttpAddress, RedisUrl, is_private
 
 ENV_PREFIX: Final = "CHIASM_"
 
@@ -48,6 +48,9 @@ class RoleSettings(Settings):
     )
     drain_seconds: float = Field(
         default=30.0, ge=0, le=86_400, description="what running calls are given when it is to end"
+    )
+    failpoints: Failpoints = Field(
+        default="", description="faults that happen in it, POINT=ACTION[@N] parted by semicolons; for rehearsals only"
     )
 
     @model_validator(mode="after")

@@ -13,35 +13,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 
 import redis
 
 from chiasm.cache.ledger import Ledger
 from chiasm.cache.records import Extent
 from chiasm.cache.region import Region
+from tests.faults.injectors import PATIENCE, injected, proved
+from tests.faults.injectors.processes import Kill, Stop
 from tests.faults.proxy import Proxy
 from tests.processes import Role
 from tests.redis_server import RedisServer
-from tests.waiting import alive
 
 Fault = Callable[[], Awaitable[None]]
 
-PATIENCE = 30.0
-"""Seconds in which there must be something to hurt."""
-
-
 RUN = "from chiasm.cli import main; main()"
 """The command `chiasm`, of this very tree."""
-
-
-class NoEffect(AssertionError):
-    """A fault that did nothing: the run proves nothing."""
-
-
-def proved(effect: object, what: str) -> None:
-    if not effect:
-        raise NoEffect(what)
 
 
 async def retried(act: Callable[[], bool], what: str) -> None:
@@ -92,25 +79,15 @@ class ProcessFaults:
 
     async def _kill(self, role: Role) -> None:
         await self._back(role)
-        dead = role.pid
-        await asyncio.to_thread(role.kill)
-        proved(not alive(dead), f"{role.role} {dead} still lives")
+        async with injected(Kill(role.pid)):
+            await asyncio.to_thread(role.kill)  # reaps it
         role.start()
         self._coming[role] = asyncio.create_task(asyncio.to_thread(role.wait_for, "ready"))
 
     async def _stop(self, role: Role) -> None:
         await self._back(role)
-        role.pause()
-        try:
-            await retried(lambda: _state(role.pid) == "T", f"{role.role} goes on")
+        async with injected(Stop(role.pid)):
             await asyncio.sleep(self._draw.uniform(0.2, 1.5))
-        finally:
-            role.go_on()
-        await retried(lambda: _state(role.pid) != "T", f"{role.role} stands still")
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 class StoreFaults:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.chaos.faults import NoEffect, StoreFaults
+from tests.chaos.faults import StoreFaults
 from tests.chaos.system import SCENARIOS, chaos
+from tests.faults.injectors import NoEffect
 from tests.faults.proxy import Proxy
 from tests.redis_server import redis_server
 
