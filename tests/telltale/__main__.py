@@ -28,6 +28,10 @@ CONTROLS = (
         "control-decoders", "", "nothing, and decoders are lost", lambda bug: None, hurt="decoders",
         settings={"pace": 0.02},
     ),
+    Plant(
+        "control-routers", "", "nothing, and routers are lost", lambda bug: None, hurt="routers",
+        settings={"pace": 0.02},
+    ),
 )  # fmt: skip
 """What every bug is compared with: nothing may be found."""
 

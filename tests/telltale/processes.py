@@ -1,10 +1,11 @@
-"""Tell-tale services as processes: two replicas of each worker, a router for each tenant, a region, and a store behind
-it. And what may be done to them: a worker is hurt only while another of its role is whole.
+"""Tell-tale services as processes: two replicas of each worker, two routers for each tenant, a region, and a store
+behind it. And what may be done to them: whoever is hurt, another of its role is whole meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -33,7 +34,8 @@ class Fleet:
         plant: a bug in the processes of its role.
 
     Attributes:
-        roots: of the tenants, each of whom has a router.
+        roots: of the tenants.
+        routers: of each tenant.
     """
 
     def __init__(
@@ -62,23 +64,25 @@ class Fleet:
         ]  # fmt: skip
         self.encoders, self.decoders = [role for _, role in encoders], [role for _, role in decoders]
         self.roots: dict[str, bytes] = {}
-        self.routers: dict[str, Role] = {}
+        self.routers: dict[str, list[Role]] = {}
+        at_encoders, at_decoders = (",".join(at for at, _ in made) for made in (encoders, decoders))
         for tenant in TENANTS:
             secret = secrets.token_hex(32)
             self.roots[tenant] = tenant_root(bytes.fromhex(secret), LOCAL)
-            flags = ["--listen", "127.0.0.1:0", *common, "--tenants-secret-file"]
-            flags += [str(_secret(folder / f"{tenant}.key", secret))]
-            flags += [
-                "--encoders",
-                ",".join(at for at, _ in encoders),
-                "--decoders",
-                ",".join(at for at, _ in decoders),
-            ]
-            self.routers[tenant] = Role("tests.telltale.router" if plant else "router", flags, folder)
+            kept = str(_secret(folder / f"{tenant}.key", secret))
+            self.routers[tenant] = [
+                Role(
+                    "tests.telltale.router",
+                    ["--listen", f"unix:{folder}/router-{tenant}-{number}.sock", *common, "--tenants-secret-file", kept,
+                     "--encoders", at_encoders, "--decoders", at_decoders],
+                    folder,
+                )
+                for number in range(REPLICAS)
+            ]  # fmt: skip
 
     @property
     def roles(self) -> list[Role]:
-        return [*self.encoders, *self.decoders, *self.routers.values()]
+        return [*self.encoders, *self.decoders, *itertools.chain(*self.routers.values())]
 
     def __enter__(self) -> Fleet:
         with self._stack:
@@ -130,11 +134,12 @@ def _secret(path: Path, digits: str) -> Path:
 
 
 class ReplicaFaults(ProcessFaults):
-    """Of workers that have replicas: the last of a role is never killed."""
+    """Of processes that have replicas."""
 
     def __init__(self, fleet: Fleet, draw: random.Random) -> None:
         super().__init__(fleet.encoders, fleet.decoders[0], draw)
         self._decoders: Sequence[Role] = fleet.decoders
+        self._routers: Sequence[Role] = [*itertools.chain(*fleet.routers.values())]
 
     @property
     def faults(self) -> Mapping[str, Fault]:
@@ -142,8 +147,10 @@ class ReplicaFaults(ProcessFaults):
             **super().faults,
             "decoder killed": lambda: self._kill(self._draw.choice(self._decoders)),
             "decoder stopped": lambda: self._stop(self._draw.choice(self._decoders)),
+            "router killed": lambda: self._kill(self._draw.choice(self._routers)),
+            "router stopped": lambda: self._stop(self._draw.choice(self._routers)),
         }
 
-    async def _kill(self, role: Role) -> None:
-        await self.all_back()
-        await super()._kill(role)
+    def may(self, name: str) -> bool:
+        """Whether the fault of that name leaves a whole replica of each role: nobody is hurt while another is away."""
+        return name not in self.faults or all(task.done() for task in self._coming.values())

@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,8 +118,10 @@ async def load(
             }
             wanted = {kind: act for kind, act in kinds.items() if kind.startswith(faults)} if faults else {}
             clients = {
-                tenant: await stack.enter_async_context(AsyncClient(router.target, max_retries=0))
-                for tenant, router in fleet.routers.items()
+                tenant: await stack.enter_async_context(
+                    AsyncClient([router.target for router in routers], max_retries=0)
+                )
+                for tenant, routers in fleet.routers.items()
             }
             writer = Writer(file, fleet.roots, {"seed": seed, "quiet": False, "plant": plant})
             driver = Driver(clients, writer.record)
@@ -129,7 +131,7 @@ async def load(
             began = time.monotonic()
             asked = asyncio.create_task(driver.ask_all(itertools.islice(asking, requests), at_a_time=at_a_time))
             try:
-                await _hurt(wanted, asked, writer, driver, draw, every)
+                await _hurt(wanted, processes.may, asked, writer, driver, draw, every)
                 await asked
             finally:
                 asked.cancel()
@@ -150,25 +152,29 @@ async def load(
 
 async def _hurt(
     faults: Mapping[str, Fault],
+    may: Callable[[str], bool],
     asked: asyncio.Task[None],
     writer: Writer,
     driver: Driver,
     draw: random.Random,
     every: float,
 ) -> None:
-    """A fault every few seconds, as long as anybody asks."""
-    for name in _deck(sorted(faults), draw):
+    """A fault every few seconds, as long as anybody asks. What may not be done at the moment waits its turn."""
+    waiting: list[str] = []
+    while faults:
         await asyncio.wait([asked], timeout=draw.uniform(0.3, 1.0) * every)
         if asked.done():
             return
+        name = next(filter(may, waiting), None)
+        if name is None:
+            waiting += draw.sample(sorted(faults), len(faults))
+            name = next(filter(may, waiting), None)
+        if name is None:
+            continue
+        waiting.remove(name)
         begun = driver.now
         await faults[name]()
         writer.fault(kept.Fault(name, begun, driver.now))
-
-
-def _deck(names: list[str], draw: random.Random) -> Iterator[str]:
-    while names:
-        yield from draw.sample(names, len(names))
 
 
 async def _left(fleet: Fleet, warm: Mapping[int, tuple[int, int, int]], server: RedisServer) -> list[str]:

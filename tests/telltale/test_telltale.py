@@ -19,7 +19,7 @@ from tests.telltale import history as kept
 from tests.telltale.altered import ALTERATIONS, sound
 from tests.telltale.asking import Asking
 from tests.telltale.driving import Driver
-from tests.telltale.history import Fault, History, Record, Writer
+from tests.telltale.history import Fault, History, Writer
 from tests.telltale.laboratory import laboratory
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import PLANTS
@@ -109,16 +109,16 @@ async def test_a_history_that_was_written_is_judged_as_it_was(seen: History, ora
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_answer_may_end_with_its_decoder_and_with_nothing_else(seen: History, oracle: Oracle) -> None:
+async def test_a_lost_worker_excuses_no_answer_and_a_doubtful_entry_does(seen: History, oracle: Oracle) -> None:
     record = copy.deepcopy(next(one for one in sound(seen.records) if len(one.events) > 5))
     del record.events[4:]
-    record.end, record.reason, record.code = "error", "DECODER_LOST", "Unavailable"
 
-    def judged(name: str, record: Record) -> list[str]:
+    def judged(name: str, reason: str) -> list[str]:
+        record.end, record.reason, record.code = "error", reason, "Unavailable"
         faults = [Fault(name, record.begun, record.ended)]
         return [finding.what for finding in judge(History(seen.roots, {}, [record], faults), oracle)]
 
-    assert judged("decoder killed", record) == []
-    assert judged("store killed", record) == ["status"]
-    record.reason = "ENTRY_MISSING"
-    assert judged("decoder killed", record) == ["status"]
+    assert judged("decoder killed", "DECODER_LOST") == ["status"]
+    assert judged("router killed", "CONNECTION_LOST") == ["status"]
+    assert judged("region bytes changed", "ENTRY_MISSING") == []
+    assert judged("store killed", "ENTRY_MISSING") == ["status"]

@@ -102,11 +102,15 @@ async def _hurt(
         finally:
             region.close()
             history.faults.append(Fault("region bytes changed", begun, driver.now))
-    while hurt == "decoders" and not asking.done():
-        await asyncio.sleep(draw.uniform(0.1, 0.4))
+    while hurt in ("decoders", "routers") and not asking.done():
+        await asyncio.sleep(draw.uniform(0.2, 0.6))
         begun = driver.now
-        await lab.lose_decoder(draw.randrange(len(lab.decoders)))
-        history.faults.append(Fault("decoder killed", begun, driver.now))
+        if hurt == "decoders":
+            await lab.lose_decoder(draw.randrange(len(lab.decoders)))
+        else:
+            tenant = draw.choice(sorted(lab.routers))
+            await lab.lose_router(tenant, draw.randrange(len(lab.routers[tenant])))
+        history.faults.append(Fault(f"{hurt.removesuffix('s')} killed", begun, driver.now))
 
 
 async def _left(lab: Laboratory, driver: Driver) -> list[Finding]:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Hurt: TypeAlias = Literal["nothing", "bytes", "decoders"]
-"""What is done to the system while it is asked: bytes of entries are changed, decoders are lost."""
+Hurt: TypeAlias = Literal["nothing", "bytes", "decoders", "routers"]
+"""What is done to the system while it is asked: bytes of entries are changed, decoders or routers are lost."""
 
 
 class Planted:
