@@ -122,7 +122,7 @@ async def chaos(scenario: Scenario, *, seconds: float, seed: int, concurrency: i
             await gone(*pids)
             codes = {role.role: role.code for role in served.roles if role.code}
             assert not codes, f"ended with {codes}"
-        mapped = [pid for pid, maps in _all_maps() if folder in maps]
+        mapped = [pid for pid, maps in all_maps() if folder in maps]
         assert not mapped, f"{mapped} still map the region"
     return report
 
@@ -209,7 +209,7 @@ def _check_count(served: Trio, verdict: Verdict) -> None:
     assert verdict.asked - verdict.left <= ended <= verdict.asked, (ended, verdict.asked, verdict.left)
 
 
-def _all_maps() -> Iterator[tuple[int, str]]:
+def all_maps() -> Iterator[tuple[int, str]]:
     """What every process but this one has mapped."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

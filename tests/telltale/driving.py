@@ -27,6 +27,9 @@ class Driver:
     Args:
         clients: by tenant.
         told: called with each record that is whole.
+
+    Attributes:
+        taken_up: how often an answer was taken up that had broken.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Driver:
         self._told = told
         self._deadline = deadline
         self._began = time.monotonic()
+        self.taken_up = 0
 
     @property
     def now(self) -> float:
@@ -82,9 +86,12 @@ class Driver:
                 await asyncio.sleep(request.seed % _SOON / 1000)
                 record.end = "left"
                 return
-            async for event in stream:
-                record.note(event, self.now)
-                if len(record.events) == request.leave and not isinstance(event, Finished):
-                    record.end = "left"
-                    return
+            try:
+                async for event in stream:
+                    record.note(event, self.now)
+                    if len(record.events) == request.leave and not isinstance(event, Finished):
+                        record.end = "left"
+                        return
+            finally:
+                self.taken_up += stream.resumes
         record.end = "whole"

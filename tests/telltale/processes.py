@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from chiasm.cache.region import Region
 from chiasm.cache.tenant import LOCAL, tenant_root
@@ -21,6 +22,7 @@ from tests.chaos.faults import Fault, ProcessFaults
 from tests.processes import Role
 from tests.telltale.laboratory import TENANTS
 from tests.telltale.model import CHECKPOINT
+from tests.telltale.service import ASKED, TASKS
 
 REPLICAS = 2
 
@@ -116,15 +118,39 @@ class Fleet:
             if value and re.search("requests_running|requests_waiting|usage_perc|in_flight|pinned_bytes", name)
         }
 
-    def sizes(self) -> dict[int, tuple[int, int, int]]:
-        """Files, threads and resident kilobytes of each process, by pid."""
-        return {role.pid: _size(role.pid) for role in self.roles}
+    def sizes(self) -> dict[Role, Size]:
+        """What each process has now. Blocks until all have told their tasks."""
+        return {role: _size(role) for role in self.roles}
 
 
-def _size(pid: int) -> tuple[int, int, int]:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    threads, resident = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("Threads", "VmRSS"))  # type: ignore[index]
-    return len(os.listdir(f"/proc/{pid}/fd")), threads, resident
+class Size(NamedTuple):
+    """Of a process: open files, threads, tasks of its loop, and mappings of shared memory."""
+
+    files: int
+    threads: int
+    tasks: int
+    shared: int
+
+
+def _size(role: Role) -> Size:
+    proc = Path(f"/proc/{role.pid}")
+    threads = re.search(r"Threads:\s+(\d+)", (proc / "status").read_text(encoding="ascii"))
+    assert threads is not None, "Linux says how many there are"
+    shared = sum(place in line for line in (proc / "maps").read_text().splitlines() for place in ("/dev/shm", "memfd:"))
+    return Size(len(os.listdir(proc / "fd")), int(threads[1]), _tasks(role), shared)
+
+
+def _tasks(role: Role) -> int:
+    """How many run in a process, as it says itself."""
+    told = len([event for event in role.events() if event["event"] == TASKS])
+    os.kill(role.pid, ASKED)
+    end = time.monotonic() + 10
+    while True:
+        said = [event for event in role.events() if event["event"] == TASKS]
+        if len(said) > told:
+            return int(said[-1]["count"])
+        assert time.monotonic() < end, f"{role.role} {role.pid} does not say how many tasks it has"
+        time.sleep(0.02)
 
 
 def _secret(path: Path, digits: str) -> Path:
@@ -140,6 +166,7 @@ class ReplicaFaults(ProcessFaults):
         super().__init__(fleet.encoders, fleet.decoders[0], draw)
         self._decoders: Sequence[Role] = fleet.decoders
         self._routers: Sequence[Role] = [*itertools.chain(*fleet.routers.values())]
+        self._resumed = 0.0
 
     @property
     def faults(self) -> Mapping[str, Fault]:
@@ -151,6 +178,20 @@ class ReplicaFaults(ProcessFaults):
             "router stopped": lambda: self._stop(self._draw.choice(self._routers)),
         }
 
+    @property
+    def resumed(self) -> int:
+        """How often a decoder went on with an answer, as far as the routers that were killed had told."""
+        return round(self._resumed + sum(map(_resumes, self._routers)))
+
+    async def _kill(self, role: Role) -> None:
+        if role in self._routers:
+            self._resumed += await asyncio.to_thread(_resumes, role)
+        await super()._kill(role)
+
     def may(self, name: str) -> bool:
         """Whether the fault of that name leaves a whole replica of each role: nobody is hurt while another is away."""
         return name not in self.faults or all(task.done() for task in self._coming.values())
+
+
+def _resumes(router: Role) -> float:
+    return router.counted()["chiasm_resumes_total"]

@@ -9,6 +9,7 @@ import itertools
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.telltale.history import Fault, History, Writer
 from tests.telltale.laboratory import laboratory
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import PLANTS
+from tests.telltale.probing import probe_request, probe_several
 from tests.telltale.trial import told, trial
 from tests.telltale.validator import judge, judge_one
 
@@ -34,6 +36,11 @@ SLICE = (
     "seed-index-ignored",
     "token-told-again",
     "begun-again",
+    "numbers-from-the-beginning",
+    "stop-forgotten-at-seam",
+    "token-of-a-zombie",
+    "word-of-other-media",
+    "started-told-twice",
 )
 """Of each kind of bug some, that are found quickly."""
 
@@ -61,6 +68,22 @@ async def test_nothing_is_found_where_nothing_is_wrong(sandbox: Sandbox, oracle:
 async def test_a_bug_that_is_reached_is_found(sandbox: Sandbox, oracle: Oracle, name: str) -> None:
     outcome = await trial(PLANTS[name], sandbox, oracle, seed=1, most=240)
     assert outcome.hits and outcome.found, told(PLANTS[name], outcome)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_several_answers_to_one_prompt_go_on_when_their_decoder_is_lost(sandbox: Sandbox, oracle: Oracle) -> None:
+    with tempfile.TemporaryDirectory(prefix="telltale-", dir="/dev/shm") as folder:
+        async with laboratory(Path(folder), sandbox, pace=0.02) as lab:
+            for seed in range(3):
+                request = replace(probe_request(f"several {seed}", seed=seed), stop=(" say", "th"))
+
+                async def lose() -> None:
+                    for number in range(2):
+                        if lab.decoders[number].turns.running:
+                            await lab.lose_decoder(number)
+
+                assert not await probe_several(lab, oracle, request, n=3, meanwhile=lose, after=7)
+            assert not await lab.settled(5)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -20,6 +20,7 @@ from tests.telltale.history import Fault, History
 from tests.telltale.laboratory import Laboratory, laboratory
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import Plant, planted
+from tests.telltale.probing import probe_words
 from tests.telltale.validator import Finding, judge
 
 AT_A_TIME = 6
@@ -83,6 +84,7 @@ async def trial(
                 outcome.found += judge(history, oracle)
             if not outcome.found:
                 outcome.found += await _left(lab, driver)
+                outcome.found += await probe_words(lab, oracle)
             outcome.requests, outcome.hits = len(history.records), bug.hits
             bug.dig_out()  # it must not keep the system from ending
     return outcome
