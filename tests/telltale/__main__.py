@@ -15,7 +15,6 @@ import uvloop
 from chiasm.media.sandbox import Sandbox
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import PLANTS, Plant
-from tests.telltale.plants.resuming import lost_before_the_end, response_lost
 from tests.telltale.trial import told, trial
 
 MOST = 240
@@ -29,8 +28,8 @@ CONTROLS = (
         "control-decoders", "", "nothing, and decoders are lost", lambda bug: None, hurt="decoders",
         settings={"pace": 0.02},
     ),
-    Plant("control-last-word", "", "nothing, and decoders are lost at the end of answers", lost_before_the_end),
-    Plant("control-responses", "", "nothing, and responses are lost on their way", response_lost),
+    Plant("control-last-words", "", "nothing, and decoders are lost at the end", lambda bug: None, hurt="last words"),
+    Plant("control-responses", "", "nothing, and responses are lost", lambda bug: None, hurt="responses"),
     Plant(
         "control-routers", "", "nothing, and routers are lost", lambda bug: None, hurt="routers",
         settings={"pace": 0.02},

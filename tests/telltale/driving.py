@@ -29,6 +29,7 @@ class Driver:
         told: called with each record that is whole.
 
     Attributes:
+        running: names of the requests that run.
         taken_up: how often an answer was taken up that had broken.
     """
 
@@ -39,6 +40,7 @@ class Driver:
         self._told = told
         self._deadline = deadline
         self._began = time.monotonic()
+        self.running: set[str] = set()
         self.taken_up = 0
 
     @property
@@ -64,6 +66,7 @@ class Driver:
 
     async def ask(self, request: Request) -> Record:
         record = Record(request, begun=self.now)
+        self.running.add(request.name)
         try:
             async with asyncio.timeout(self._deadline + GRACE):
                 await self._follow(record)
@@ -72,6 +75,7 @@ class Driver:
         except Exception as error:  # whatever a client meets is judged, not handled
             record.fail(error)
         record.ended = self.now
+        self.running.discard(request.name)
         self._told(record)
         return record
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Hurt: TypeAlias = Literal["nothing", "bytes", "decoders", "routers"]
-"""What is done to the system while it is asked: bytes of entries are changed, decoders or routers are lost."""
+Hurt: TypeAlias = Literal["nothing", "bytes", "decoders", "routers", "last words", "responses"]
+"""What is done to the system while it is asked: bytes of entries are changed, decoders or routers are lost, decoders
+with their last word, or responses on their way to the client."""
 
 
 class Planted:

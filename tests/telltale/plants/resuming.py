@@ -10,7 +10,7 @@ import router.servicer
 from chiasm.client.attempts import Attempts
 from chiasm.client.progress import Progress
 from chiasm.client.reading import Reader
-from chiasm.errors import ChiasmError, Unavailable
+from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import common_pb2 as pb
 from decoder_service.answer import Answer as DecoderAnswer
 from decoder_service.decoding import Decoding
@@ -230,11 +230,8 @@ def _end_of_a_zombie(bug: Planted) -> None:
     trust_routers(bug)
 
 
-@ROUTER("an answer that had ended goes on with another decoder", pace=0.0)
+@DECODER("an answer that had ended goes on with another decoder", hurt="last words")
 def _gone_on_behind_the_end(bug: Planted) -> None:
-    """Its decoder is lost with its last word."""
-    lost_before_the_end(bug)
-
     def make(before: Any) -> Any:
         def replay(self: Wording, *arguments: Any, **named: Any) -> None:
             bug.hits += before(self, *arguments, **named) is not None
@@ -243,20 +240,6 @@ def _gone_on_behind_the_end(bug: Planted) -> None:
         return replay
 
     bug.patch(Wording, "replay", make)
-
-
-def lost_before_the_end(bug: Planted) -> None:
-    """Each decoder is lost when it has told all tokens and before it has told the end. By itself that is no bug."""
-
-    def make(before: Any) -> Any:
-        async def on(self: Coordinator, response: Any) -> Any:
-            if response.HasField("finished") and self._number == 1 and self._answer.tokens:
-                raise Unavailable("STREAM_BROKEN", "lost with its last word")
-            return await before(self, response)
-
-        return on
-
-    bug.patch(Coordinator, "_on", make)
 
 
 @ROUTER("entries are told anew for other units, and no key is compared", hurt="decoders", pace=PACE)
@@ -356,10 +339,8 @@ def _duplicates_told_by_client(bug: Planted) -> None:
     trust_routers(bug)
 
 
-@CLIENT("a response is lost on its way, and nobody looks at indices")
+@CLIENT("nobody looks at indices where a response was lost", hurt="responses")
 def _gap_ignored_by_client(bug: Planted) -> None:
-    response_lost(bug)
-
     def make(before: Any) -> Any:
         def tokens(self: Progress, tokens: Any) -> bool:
             ids = self._ids.setdefault(tokens.sequence, [])
@@ -372,22 +353,6 @@ def _gap_ignored_by_client(bug: Planted) -> None:
 
     bug.patch(Progress, "_tokens", make)
     trust_progress(bug)
-
-
-def response_lost(bug: Planted) -> None:
-    """Of each answer one token does not reach its client. By itself that is no bug: the answer is taken up again."""
-    seen: dict[int, Progress] = {}
-
-    def make(before: Any) -> Any:
-        def take(self: Progress, response: Any) -> bool:
-            if response.HasField("tokens") and response.tokens.index == 2 and id(self) not in seen:
-                seen[id(self)] = self
-                return False
-            return bool(before(self, response))
-
-        return take
-
-    bug.patch(Progress, "take", make)
 
 
 @CLIENT("the timeline is told again where the answer goes on", hurt="routers", pace=PACE)
