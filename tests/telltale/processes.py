@@ -11,14 +11,13 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from chiasm.cache.region import Region
 from chiasm.cache.tenant import LOCAL, tenant_root
-from tests.chaos.faults import Fault, ProcessFaults
+from tests.chaos.faults import ProcessFaults
 from tests.processes import Role
 from tests.telltale.laboratory import TENANTS
 from tests.telltale.model import CHECKPOINT
@@ -81,6 +80,9 @@ class Fleet:
                 )
                 for number in range(REPLICAS)
             ]  # fmt: skip
+
+    def faults(self, draw: random.Random) -> ProcessFaults:
+        return ProcessFaults(self.encoders, self.decoders, [*itertools.chain(*self.routers.values())], draw)
 
     @property
     def roles(self) -> list[Role]:
@@ -157,41 +159,3 @@ def _secret(path: Path, digits: str) -> Path:
     path.touch(0o600)
     path.write_text(digits, encoding="ascii")
     return path
-
-
-class ReplicaFaults(ProcessFaults):
-    """Of processes that have replicas."""
-
-    def __init__(self, fleet: Fleet, draw: random.Random) -> None:
-        super().__init__(fleet.encoders, fleet.decoders[0], draw)
-        self._decoders: Sequence[Role] = fleet.decoders
-        self._routers: Sequence[Role] = [*itertools.chain(*fleet.routers.values())]
-        self._resumed = 0.0
-
-    @property
-    def faults(self) -> Mapping[str, Fault]:
-        return {
-            **super().faults,
-            "decoder killed": lambda: self._kill(self._draw.choice(self._decoders)),
-            "decoder stopped": lambda: self._stop(self._draw.choice(self._decoders)),
-            "router killed": lambda: self._kill(self._draw.choice(self._routers)),
-            "router stopped": lambda: self._stop(self._draw.choice(self._routers)),
-        }
-
-    @property
-    def resumed(self) -> int:
-        """How often a decoder went on with an answer, as far as the routers that were killed had told."""
-        return round(self._resumed + sum(map(_resumes, self._routers)))
-
-    async def _kill(self, role: Role) -> None:
-        if role in self._routers:
-            self._resumed += await asyncio.to_thread(_resumes, role)
-        await super()._kill(role)
-
-    def may(self, name: str) -> bool:
-        """Whether the fault of that name leaves a whole replica of each role: nobody is hurt while another is away."""
-        return name not in self.faults or all(task.done() for task in self._coming.values())
-
-
-def _resumes(router: Role) -> float:
-    return router.counted()["chiasm_resumes_total"]

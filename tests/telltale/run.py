@@ -37,7 +37,7 @@ from tests.telltale.driving import Driver
 from tests.telltale.history import History, Record, Writer
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import PLANTS
-from tests.telltale.processes import Fleet, ReplicaFaults, Size
+from tests.telltale.processes import Fleet, Size
 from tests.telltale.service import REACHED
 from tests.telltale.validator import Finding, judge, summary
 from tests.waiting import gone
@@ -120,7 +120,7 @@ async def load(
             stack.push_async_callback(asyncio.to_thread, fleet.__exit__, None, None, None)
             region = Region.open(fleet.arena)
             stack.callback(region.close)
-            processes = ReplicaFaults(fleet, draw)
+            processes = fleet.faults(draw)
             kinds = {
                 **processes.faults,
                 **StoreFaults(server, link, draw).faults,
