@@ -248,7 +248,7 @@ def trio(
             stack.callback(role.end)
             role.start()
         for role in made.roles:
-            role.wait_for("ready")
+            role.wait_for("ready", seconds=180)
         yield made
 
 

@@ -31,6 +31,9 @@ Fault = Callable[[], Awaitable[None]]
 PATIENCE = 30.0
 """Seconds in which there must be something to hurt."""
 
+COMING = 300.0
+"""Seconds in which a process must be back that was killed, on a machine where everything else is busy too."""
+
 
 RUN = "from chiasm.cli import main; main()"
 """The command `chiasm`, of this very tree."""
@@ -110,7 +113,7 @@ class ProcessFaults:
         await asyncio.to_thread(role.kill)
         proved(not alive(dead), f"{role.role} {dead} still lives")
         role.start()
-        self._coming[role] = asyncio.create_task(asyncio.to_thread(role.wait_for, "ready"))
+        self._coming[role] = asyncio.create_task(asyncio.to_thread(role.wait_for, "ready", seconds=COMING))
 
     async def _stop(self, role: Role) -> None:
         await self._back(role)
