@@ -139,8 +139,8 @@ class Role:
 
 
 class Trio:
-    """Encoders, one as a rule, a decoder and a router of one model, with a region between the workers, or one on each
-    of two nodes."""
+    """Encoders, decoders and routers of one model, one of each as a rule, with a region between the workers, or one on
+    each of two nodes. Routers that are several listen on socket files, so that one that was started again is found."""
 
     def __init__(
         self,
@@ -150,6 +150,8 @@ class Trio:
         options: dict[str, Sequence[str]],
         *,
         encoders: int,
+        decoders: int = 1,
+        routers: int = 1,
         modules: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         workers, tenants = (_secret(folder / name) for name in ("workers.key", "tenants.key"))
@@ -164,13 +166,14 @@ class Trio:
         made = [worker(f"encoder-{number}", "encoder", regions[0]) for number in range(encoders)]
         self.encoders = [role for _, role in made]
         self.arenas = sorted({region.path for region in regions})
-        at, self.decoder = worker("decoder", "decoder", regions[1])
-        self.router = Role(
-            "router",
-            ["--listen", "127.0.0.1:0", *plain, "--encoders", ",".join(socket for socket, _ in made), "--decoders", at,
-             "--tenants-secret-file", str(tenants), *options.get("router", ())],
-            folder,
-        )  # fmt: skip
+        deciding = [worker(f"decoder-{number}", "decoder", regions[1]) for number in range(decoders)]
+        self.decoders = [role for _, role in deciding]
+        known = ["--encoders", ",".join(at for at, _ in made), "--decoders", ",".join(at for at, _ in deciding)]
+        known += ["--tenants-secret-file", str(tenants)]
+        places = ["127.0.0.1:0"] if routers == 1 else [f"unix:{folder}/router-{n}.sock" for n in range(routers)]
+        self.routers = [
+            Role("router", ["--listen", place, *plain, *known, *options.get("router", ())], folder) for place in places
+        ]
 
     @property
     def encoder(self) -> Role:
@@ -178,13 +181,28 @@ class Trio:
         return self.encoders[0]
 
     @property
+    def decoder(self) -> Role:
+        """The first of them."""
+        return self.decoders[0]
+
+    @property
+    def router(self) -> Role:
+        """The first of them."""
+        return self.routers[0]
+
+    @property
     def roles(self) -> list[Role]:
-        return [*self.encoders, self.decoder, self.router]
+        return [*self.encoders, *self.decoders, *self.routers]
 
     @property
     def target(self) -> str:
         """What a client connects to."""
         return self.router.target
+
+    @property
+    def targets(self) -> list[str]:
+        """Of all routers."""
+        return [router.target for router in self.routers]
 
     async def settled(self, *, seconds: float = 20.0) -> None:
         """Waits until nothing is held by anybody: no call, no page, no extent, no pin."""
@@ -210,6 +228,8 @@ def trio(
     model: Path = SHIPPED / "digits",
     arena_bytes: int = ARENA_BYTES,
     encoders: int = 1,
+    decoders: int = 1,
+    routers: int = 1,
     nodes: int = 1,
     modules: Mapping[str, str] = MappingProxyType({}),
     within: Mapping[str, list[str]] = MappingProxyType({}),
@@ -231,14 +251,23 @@ def trio(
         ]
         for region in regions:
             stack.callback(region.close)
-        made = Trio(folder, model, (regions[0], regions[-1]), dict(options), encoders=encoders, modules=modules)
+        made = Trio(
+            folder,
+            model,
+            (regions[0], regions[-1]),
+            dict(options),
+            encoders=encoders,
+            decoders=decoders,
+            routers=routers,
+            modules=modules,
+        )
         for role in made.roles:
             stack.callback(role.end)
             role.within = within.get(role.role, [])
             prepare(role)
             role.start()
         for role in made.roles:
-            role.wait_for("ready")
+            role.wait_for("ready", seconds=180)
         yield made
 
 

@@ -12,7 +12,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import redis
 
@@ -27,6 +28,9 @@ from tests.redis_server import RedisServer
 
 Fault = Callable[[], Awaitable[None]]
 
+COMING = 300.0
+"""Seconds in which a process must be back that was killed, on a machine where everything else is busy too."""
+
 RUN = "from chiasm.cli import main; main()"
 """The command `chiasm`, of this very tree."""
 
@@ -40,27 +44,42 @@ async def retried(act: Callable[[], bool], what: str) -> None:
 
 
 class ProcessFaults:
-    """Of the workers. The router is left alone.
+    """Of workers and routers, of each of which there are several.
 
     Attributes:
         encoded: units made by encoders that were killed, as they said last.
     """
 
-    def __init__(self, encoders: list[Role], decoder: Role, draw: random.Random) -> None:
+    def __init__(
+        self, encoders: Sequence[Role], decoders: Sequence[Role], routers: Sequence[Role], draw: random.Random
+    ) -> None:
         self._encoders = encoders
-        self._decoder = decoder
+        self._routers = routers
+        self._roles = {"encoder": encoders, "decoder": decoders, "router": routers}
         self._draw = draw
+        self._resumed = 0.0
         self._coming: dict[Role, asyncio.Task[object]] = {}
         self.encoded = 0.0
 
     @property
     def faults(self) -> Mapping[str, Fault]:
         return {
-            "encoder killed": self._kill_encoder,
-            "encoder stopped": lambda: self._stop(self._draw.choice(self._encoders)),
-            "decoder killed": lambda: self._kill(self._decoder),
-            "decoder stopped": lambda: self._stop(self._decoder),
+            f"{role} {how}": partial(self._hurt, act, roles)
+            for role, roles in self._roles.items()
+            for how, act in (("killed", self._kill), ("stopped", self._stop))
         }
+
+    def may(self, name: str) -> bool:
+        """Whether the fault of that name leaves a whole replica of each role: nobody is hurt while another is away."""
+        return name not in self.faults or all(task.done() for task in self._coming.values())
+
+    @property
+    def resumed(self) -> int:
+        """How often a decoder went on with an answer, as far as the routers that were killed had told."""
+        return round(self._resumed + sum(map(_resumes, self._routers)))
+
+    async def _hurt(self, act: Callable[[Role], Awaitable[None]], roles: Sequence[Role]) -> None:
+        await act(self._draw.choice(roles))
 
     async def all_back(self) -> None:
         for role in [*self._coming]:
@@ -71,23 +90,25 @@ class ProcessFaults:
         if coming is not None:
             await coming
 
-    async def _kill_encoder(self) -> None:
-        role = self._draw.choice(self._encoders)
-        await self._back(role)
-        self.encoded += (await asyncio.to_thread(role.counted))["chiasm_encoder_units_total:encoded"]
-        await self._kill(role)
-
     async def _kill(self, role: Role) -> None:
         await self._back(role)
+        if role in self._encoders:
+            self.encoded += (await asyncio.to_thread(role.counted))["chiasm_encoder_units_total:encoded"]
+        if role in self._routers:
+            self._resumed += await asyncio.to_thread(_resumes, role)
         async with injected(Kill(role.pid)):
             await asyncio.to_thread(role.kill)  # reaps it
         role.start()
-        self._coming[role] = asyncio.create_task(asyncio.to_thread(role.wait_for, "ready"))
+        self._coming[role] = asyncio.create_task(asyncio.to_thread(role.wait_for, "ready", seconds=COMING))
 
     async def _stop(self, role: Role) -> None:
         await self._back(role)
         async with injected(Stop(role.pid)):
             await asyncio.sleep(self._draw.uniform(0.2, 1.5))
+
+
+def _resumes(router: Role) -> float:
+    return router.counted()["chiasm_resumes_total"]
 
 
 class StoreFaults:

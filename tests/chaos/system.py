@@ -9,7 +9,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +54,7 @@ class Scenario:
 
     nodes: int
     faults: tuple[str, ...] = ()
-    allowed: frozenset[str] = frozenset(
-        {"DECODER_LOST", "ENCODER_LOST", "ENTRY_MISSING", "SHARED_STORE", "POISON_INPUT"}
-    )
+    allowed: frozenset[str] = frozenset({"ENTRY_MISSING", "SHARED_STORE"})
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -79,6 +77,7 @@ class Report:
         faults: that took effect, by kind.
         encoded: units that encoders made, as far as those that were killed had told.
         needed: units that the same questions cost a system in peace.
+        resumed: how often another decoder went on with an answer, as far as routers that were killed had told.
     """
 
     seed: int
@@ -86,6 +85,7 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     encoded: float = 0.0
     needed: int = 0
+    resumed: int = 0
 
     @property
     def told(self) -> dict[str, object]:
@@ -97,6 +97,7 @@ class Report:
             "errors": dict(self.verdict.errors),
             "errors_after": {name: dict(errors) for name, errors in sorted(self.verdict.errors_after.items())},
             "wrong": self.verdict.wrong,
+            "resumed": self.resumed,
             "faults": dict(sorted(self.faults.items())),
             "encodes_per_unit": round(self.encoded / max(self.needed, 1), 3),
         }
@@ -108,23 +109,27 @@ async def chaos(scenario: Scenario, *, seconds: float, seed: int, concurrency: i
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=SHARED_MEMORY) as folder:
         with redis_server() as server:
             async with _served(Path(folder), scenario, server, draw) as (served, processes, faults):
-                async with AsyncClient.in_process() as quiet, AsyncClient(served.target, max_retries=0) as client:
+                async with AsyncClient.in_process() as quiet, AsyncClient(served.targets, max_retries=0) as client:
                     truth = Truth(quiet)
                     judge = Judge(client, truth, scenario.allowed, seed)
                     report = Report(seed, judge.verdict)
-                    await _hurt(faults, judge, report, seconds=seconds, draw=draw, concurrency=concurrency)
+                    await _hurt(
+                        faults, processes.may, judge, report, seconds=seconds, draw=draw, concurrency=concurrency
+                    )
                     await processes.all_back()
                     await served.settled(seconds=60)
                     await _at_peace(client, truth, report.verdict, seed)
                     await served.settled(seconds=60)
                     report.encoded = processes.encoded + sum(map(_encoded, served.encoders))
                     report.needed = truth.encoded
-                    _check_count(served, report.verdict)
+                    report.resumed = await asyncio.to_thread(lambda: processes.resumed)
+                    if not any(name.startswith("router") for name in report.faults):
+                        _check_count(served, report.verdict)
                 pids = [pid for role in served.roles for pid in (role.pid, *children(role.pid))]
             await gone(*pids)
             codes = {role.role: role.code for role in served.roles if role.code}
             assert not codes, f"ended with {codes}"
-        mapped = [pid for pid, maps in _all_maps() if folder in maps]
+        mapped = [pid for pid, maps in all_maps() if folder in maps]
         assert not mapped, f"{mapped} still map the region"
     return report
 
@@ -141,6 +146,8 @@ async def _served(
             folder,
             arena_bytes=ARENA_BYTES,
             encoders=2,
+            decoders=2,
+            routers=2,
             nodes=scenario.nodes,
             modules=scenario.modules,
             encoder=[*OPTIONS["encoder"], *shared],
@@ -154,7 +161,7 @@ async def _served(
         for path in served.arenas:
             regions.append(Region.open(path))
             stack.callback(regions[-1].close)
-        processes = ProcessFaults(served.encoders, served.decoder, draw)
+        processes = ProcessFaults(served.encoders, served.decoders, served.routers, draw)
         faults = {
             **processes.faults,
             **StoreFaults(server, link, draw).faults,
@@ -164,7 +171,14 @@ async def _served(
 
 
 async def _hurt(
-    faults: Mapping[str, Fault], judge: Judge, report: Report, *, seconds: float, draw: random.Random, concurrency: int
+    faults: Mapping[str, Fault],
+    may: Callable[[str], bool],
+    judge: Judge,
+    report: Report,
+    *,
+    seconds: float,
+    draw: random.Random,
+    concurrency: int,
 ) -> None:
     """Asks and hurts until the time is over, or until something is wrong, and returns when all requests have ended."""
     stop = asyncio.Event()
@@ -175,6 +189,8 @@ async def _hurt(
             if time.monotonic() > end or judge.verdict.wrong or any(task.done() for task in asking):
                 break
             await asyncio.sleep(draw.uniform(0.2, 1.2))
+            if not may(name):
+                continue
             judge.verdict.meanwhile = name
             await faults[name]()
             report.faults[name] += 1
@@ -205,13 +221,13 @@ def _encoded(encoder: object) -> float:
 
 
 def _check_count(served: Trio, verdict: Verdict) -> None:
-    """The router has seen each request end once. One that was left at once may not have reached it."""
-    counted = served.router.counted()
-    ended = sum(value for name, value in counted.items() if name.startswith("chiasm_requests_total:generate:"))
+    """The routers have seen each request end once. One that was left at once may not have reached them."""
+    counted = [item for router in served.routers for item in router.counted().items()]
+    ended = sum(value for name, value in counted if name.startswith("chiasm_requests_total:generate:"))
     assert verdict.asked - verdict.left <= ended <= verdict.asked, (ended, verdict.asked, verdict.left)
 
 
-def _all_maps() -> Iterator[tuple[int, str]]:
+def all_maps() -> Iterator[tuple[int, str]]:
     """What every process but this one has mapped."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chiasm import AsyncClient, InvalidRequest
 from chiasm.rpc.channel import connect
-from router.static_fleet import BEAT, StaticFleet
+from router.member_fleet import BEAT
+from router.static_fleet import StaticFleet
 from tests.faults.poison import HELD, HUNG, INNOCENT, picture
 from tests.faults.test_poison import QUESTION, flawed, passes, reads
 from tests.processes import Role, trio

@@ -28,6 +28,12 @@ CONTROLS = (
         "control-decoders", "", "nothing, and decoders are lost", lambda bug: None, hurt="decoders",
         settings={"pace": 0.02},
     ),
+    Plant("control-last-words", "", "nothing, and decoders are lost at the end", lambda bug: None, hurt="last words"),
+    Plant("control-responses", "", "nothing, and responses are lost", lambda bug: None, hurt="responses"),
+    Plant(
+        "control-routers", "", "nothing, and routers are lost", lambda bug: None, hurt="routers",
+        settings={"pace": 0.02},
+    ),
 )  # fmt: skip
 """What every bug is compared with: nothing may be found."""
 

@@ -27,6 +27,10 @@ class Driver:
     Args:
         clients: by tenant.
         told: called with each record that is whole.
+
+    Attributes:
+        running: names of the requests that run.
+        taken_up: how often an answer was taken up that had broken.
     """
 
     def __init__(
@@ -36,6 +40,8 @@ class Driver:
         self._told = told
         self._deadline = deadline
         self._began = time.monotonic()
+        self.running: set[str] = set()
+        self.taken_up = 0
 
     @property
     def now(self) -> float:
@@ -60,6 +66,7 @@ class Driver:
 
     async def ask(self, request: Request) -> Record:
         record = Record(request, begun=self.now)
+        self.running.add(request.name)
         try:
             async with asyncio.timeout(self._deadline + GRACE):
                 await self._follow(record)
@@ -68,6 +75,7 @@ class Driver:
         except Exception as error:  # whatever a client meets is judged, not handled
             record.fail(error)
         record.ended = self.now
+        self.running.discard(request.name)
         self._told(record)
         return record
 
@@ -82,9 +90,12 @@ class Driver:
                 await asyncio.sleep(request.seed % _SOON / 1000)
                 record.end = "left"
                 return
-            async for event in stream:
-                record.note(event, self.now)
-                if len(record.events) == request.leave and not isinstance(event, Finished):
-                    record.end = "left"
-                    return
+            try:
+                async for event in stream:
+                    record.note(event, self.now)
+                    if len(record.events) == request.leave and not isinstance(event, Finished):
+                        record.end = "left"
+                        return
+            finally:
+                self.taken_up += stream.resumes
         record.end = "whole"

@@ -1,10 +1,11 @@
-"""A system of tell-tale services in this process: two replicas of each worker, a router for each tenant, a region
+"""A system of tell-tale services in this process: two replicas of each worker, two routers for each tenant, a region
 between the workers, and real gRPC on socket files. For runs of a second, many times over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -35,6 +36,9 @@ from tests.waiting import until
 
 TENANTS = ("one", "two")
 
+_ROUTERS = 2
+"""Of each tenant."""
+
 _BEAT = 0.2
 """Seconds between two questions of a router to its workers."""
 
@@ -44,17 +48,20 @@ class Laboratory:
     """A running system.
 
     Attributes:
-        clients: by tenant.
+        routers: by tenant.
+        clients: by tenant; each knows both routers.
         roots: of the tenants.
         servers: of the decoders.
+        fronts: servers of the routers, by tenant.
     """
 
     encoders: list[EncoderServicer] = field(default_factory=list)
     decoders: list[DecoderServicer] = field(default_factory=list)
-    routers: list[RouterServicer] = field(default_factory=list)
+    routers: dict[str, list[RouterServicer]] = field(default_factory=dict)
     clients: dict[str, AsyncClient] = field(default_factory=dict)
     roots: dict[str, bytes] = field(default_factory=dict)
     servers: list[Server] = field(default_factory=list)
+    fronts: dict[str, list[Server]] = field(default_factory=dict)
 
     async def lose_decoder(self, number: int) -> None:
         """Ends every call of a decoder and takes it off the wire; it comes back at once, as a restart would."""
@@ -65,9 +72,15 @@ class Laboratory:
         decoder.model.flush()  # what a restart would not find either
         self.servers[number] = await _serve(self.decoders[number], server.target)
 
+    async def lose_router(self, tenant: str, number: int) -> None:
+        """Ends every call of a router and takes it off the wire; it comes back at once, and knows nothing of them."""
+        server = self.fronts[tenant][number]
+        await server.stop()
+        self.fronts[tenant][number] = await _serve_router(self.routers[tenant][number], server.target)
+
     async def stop(self) -> None:
-        """Ends the decoders' servers."""
-        for server in self.servers:
+        """Ends the servers of decoders and routers."""
+        for server in [*itertools.chain(*self.fronts.values()), *self.servers]:
             await server.stop()
 
     def held(self) -> dict[str, float]:
@@ -162,26 +175,34 @@ async def laboratory(
             made.decoders.append(servicer)
             made.servers.append(await _serve(servicer, f"unix:{folder}/decoder-{number}"))
             targets["decoder"].append(made.servers[-1].target)
-        stack.push_async_callback(made.stop)
         for tenant in TENANTS:
             made.roots[tenant] = tenant_root(secrets.token_bytes(32), LOCAL)
-            fleet = StaticFleet(targets["encoder"], targets["decoder"], beat=_BEAT)
-            await fleet.start()
-            stack.push_async_callback(fleet.close)
-            router = RouterServicer(fleet, tenant_root=made.roots[tenant])
-            made.routers.append(router)
-            server = Server(f"unix:{folder}/router-{tenant}", message_bytes=CLIENT_MESSAGE_BYTES)
-            server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, router)
-            await stack.enter_async_context(server)
-            await server.set_ready(True)
-            made.clients[tenant] = AsyncClient(server.target, max_retries=0)
-            await stack.enter_async_context(made.clients[tenant])
+            made.routers[tenant], made.fronts[tenant] = [], []
+            for number in range(_ROUTERS):
+                fleet = StaticFleet(targets["encoder"], targets["decoder"], beat=_BEAT)
+                await fleet.start()
+                stack.push_async_callback(fleet.close)
+                made.routers[tenant].append(RouterServicer(fleet, tenant_root=made.roots[tenant]))
+                front = await _serve_router(made.routers[tenant][-1], f"unix:{folder}/router-{tenant}-{number}")
+                made.fronts[tenant].append(front)
+            made.clients[tenant] = AsyncClient([front.target for front in made.fronts[tenant]], max_retries=0)
+        stack.push_async_callback(made.stop)
+        for client in made.clients.values():
+            await stack.enter_async_context(client)
         yield made
 
 
 async def _serve(servicer: DecoderServicer, target: str) -> Server:
     server = Server(target)
     server.add("chiasm.rpc.v1.Decoder", decoder_pb2_grpc.add_DecoderServicer_to_server, servicer)
+    await server.start()
+    await server.set_ready(True)
+    return server
+
+
+async def _serve_router(servicer: RouterServicer, target: str) -> Server:
+    server = Server(target, message_bytes=CLIENT_MESSAGE_BYTES)
+    server.add("chiasm.rpc.v1.Router", router_pb2_grpc.add_RouterServicer_to_server, servicer)
     await server.start()
     await server.set_ready(True)
     return server

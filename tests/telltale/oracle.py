@@ -106,8 +106,8 @@ class Oracle:
         (self._end,) = self._prompt.stop_ids
         self._banned = sorted(self._prompt.banned_ids)
 
-    def truth(self, request: Request, root: bytes) -> Truth:
-        """The answer of a request to a tenant of that root."""
+    def truth(self, request: Request, root: bytes, *, sequence: int = 0) -> Truth:
+        """The answer of a request to a tenant of that root; one of several, by number."""
         looked = self._looked(request.media)
         timeline = _Timeline(self, looked, owner(root))
         parts = tuple(part if isinstance(part, str) else Slot(part) for part in request.parts)
@@ -117,7 +117,7 @@ class Oracle:
             else:
                 timeline.lay(piece)
         rows, prompt = [*timeline.rows()], len(timeline.ids)
-        ids, certain, text, reason, stop = self._answer(request, timeline, rows)
+        ids, certain, text, reason, stop = self._answer(request, timeline, rows, sequence)
         last = timeline.frames[-1] if timeline.frames else None
         return Truth(
             refusal=BROKEN if any(medium.kind == "broken" for medium in request.media) else None,
@@ -136,7 +136,7 @@ class Oracle:
         )
 
     def _answer(
-        self, request: Request, timeline: _Timeline, rows: list[bytes]
+        self, request: Request, timeline: _Timeline, rows: list[bytes], sequence: int
     ) -> tuple[list[int], list[int], str, str, str | None]:
         """Ids, `Truth.certain`, text, reason and stop string. The rows of the answer are laid behind those of the
         prompt."""
@@ -146,7 +146,7 @@ class Oracle:
         text = ""
         looks = timeline.looks(timeline.visual)
         while True:
-            token = self._drawn(request, b"".join(rows), len(ids))
+            token = self._drawn(request, b"".join(rows), len(ids), sequence)
             ids.append(token)
             before = len(text)
             text += decoder.decode(self._prompt.token_bytes(token))
@@ -160,12 +160,13 @@ class Oracle:
             rows.append(telling.row(token, [timeline.counter] * 3, looks))
             timeline.counter += 1
 
-    def _drawn(self, request: Request, rows: bytes, index: int) -> int:
+    def _drawn(self, request: Request, rows: bytes, index: int, sequence: int) -> int:
         scores = telling.scores(rows, self._vocabulary, self._end, self._banned).astype(np.float64)
         scores[self._banned] = -np.inf
         if request.temperature:
             # To 32 bits, as the wire has it.
-            scores = scores / float(np.float32(request.temperature)) + _noise(request.seed, index, self._vocabulary)
+            scores /= float(np.float32(request.temperature))
+            scores += _noise(request.seed, sequence, index, self._vocabulary)
         return int(scores.argmax())
 
     def _looked(self, media: Sequence[Medium]) -> list[_Looked]:
@@ -266,10 +267,10 @@ def _may_be_cut(text: str, stops: Sequence[str]) -> int:
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
-def _noise(seed: int, index: int, vocabulary: int) -> npt.NDArray[np.float64]:
+def _noise(seed: int, sequence: int, index: int, vocabulary: int) -> npt.NDArray[np.float64]:
     """The Gumbel numbers of one place, as numpy's Philox makes them of key and counter."""
     bits = np.random.Philox(
-        key=np.array([seed, 0], dtype=np.uint64), counter=np.array([0, 0, index, 0], dtype=np.uint64)
+        key=np.array([seed, sequence], dtype=np.uint64), counter=np.array([0, 0, index, 0], dtype=np.uint64)
     )
     uniform = np.random.Generator(bits).random(vocabulary).clip(min=2.0**-53)
     made: npt.NDArray[np.float64] = -np.log(-np.log(1 - uniform))

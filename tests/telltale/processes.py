@@ -1,25 +1,27 @@
-"""Tell-tale services as processes: two replicas of each worker, a router for each tenant, a region, and a store behind
-it. And what may be done to them: a worker is hurt only while another of its role is whole.
+"""Tell-tale services as processes: two replicas of each worker, two routers for each tenant, a region, and a store
+behind it. And what may be done to them: whoever is hurt, another of its role is whole meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from chiasm.cache.region import Region
 from chiasm.cache.tenant import LOCAL, tenant_root
-from tests.chaos.faults import Fault, ProcessFaults
+from tests.chaos.faults import ProcessFaults
 from tests.processes import Role
 from tests.telltale.laboratory import TENANTS
 from tests.telltale.model import CHECKPOINT
+from tests.telltale.service import ASKED, TASKS
 
 REPLICAS = 2
 
@@ -33,7 +35,8 @@ class Fleet:
         plant: a bug in the processes of its role.
 
     Attributes:
-        roots: of the tenants, each of whom has a router.
+        roots: of the tenants.
+        routers: of each tenant.
     """
 
     def __init__(
@@ -62,23 +65,28 @@ class Fleet:
         ]  # fmt: skip
         self.encoders, self.decoders = [role for _, role in encoders], [role for _, role in decoders]
         self.roots: dict[str, bytes] = {}
-        self.routers: dict[str, Role] = {}
+        self.routers: dict[str, list[Role]] = {}
+        at_encoders, at_decoders = (",".join(at for at, _ in made) for made in (encoders, decoders))
         for tenant in TENANTS:
             secret = secrets.token_hex(32)
             self.roots[tenant] = tenant_root(bytes.fromhex(secret), LOCAL)
-            flags = ["--listen", "127.0.0.1:0", *common, "--tenants-secret-file"]
-            flags += [str(_secret(folder / f"{tenant}.key", secret))]
-            flags += [
-                "--encoders",
-                ",".join(at for at, _ in encoders),
-                "--decoders",
-                ",".join(at for at, _ in decoders),
-            ]
-            self.routers[tenant] = Role("tests.telltale.router" if plant else "router", flags, folder)
+            kept = str(_secret(folder / f"{tenant}.key", secret))
+            self.routers[tenant] = [
+                Role(
+                    "tests.telltale.router",
+                    ["--listen", f"unix:{folder}/router-{tenant}-{number}.sock", *common, "--tenants-secret-file", kept,
+                     "--encoders", at_encoders, "--decoders", at_decoders],
+                    folder,
+                )
+                for number in range(REPLICAS)
+            ]  # fmt: skip
+
+    def faults(self, draw: random.Random) -> ProcessFaults:
+        return ProcessFaults(self.encoders, self.decoders, [*itertools.chain(*self.routers.values())], draw)
 
     @property
     def roles(self) -> list[Role]:
-        return [*self.encoders, *self.decoders, *self.routers.values()]
+        return [*self.encoders, *self.decoders, *itertools.chain(*self.routers.values())]
 
     def __enter__(self) -> Fleet:
         with self._stack:
@@ -112,38 +120,42 @@ class Fleet:
             if value and re.search("requests_running|requests_waiting|usage_perc|in_flight|pinned_bytes", name)
         }
 
-    def sizes(self) -> dict[int, tuple[int, int, int]]:
-        """Files, threads and resident kilobytes of each process, by pid."""
-        return {role.pid: _size(role.pid) for role in self.roles}
+    def sizes(self) -> dict[Role, Size]:
+        """What each process has now. Blocks until all have told their tasks."""
+        return {role: _size(role) for role in self.roles}
 
 
-def _size(pid: int) -> tuple[int, int, int]:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    threads, resident = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("Threads", "VmRSS"))  # type: ignore[index]
-    return len(os.listdir(f"/proc/{pid}/fd")), threads, resident
+class Size(NamedTuple):
+    """Of a process: open files, threads, tasks of its loop, and mappings of shared memory."""
+
+    files: int
+    threads: int
+    tasks: int
+    shared: int
+
+
+def _size(role: Role) -> Size:
+    proc = Path(f"/proc/{role.pid}")
+    threads = re.search(r"Threads:\s+(\d+)", (proc / "status").read_text(encoding="ascii"))
+    assert threads is not None, "Linux says how many there are"
+    shared = sum(place in line for line in (proc / "maps").read_text().splitlines() for place in ("/dev/shm", "memfd:"))
+    return Size(len(os.listdir(proc / "fd")), int(threads[1]), _tasks(role), shared)
+
+
+def _tasks(role: Role) -> int:
+    """How many run in a process, as it says itself."""
+    told = len([event for event in role.events() if event["event"] == TASKS])
+    os.kill(role.pid, ASKED)
+    end = time.monotonic() + 10
+    while True:
+        said = [event for event in role.events() if event["event"] == TASKS]
+        if len(said) > told:
+            return int(said[-1]["count"])
+        assert time.monotonic() < end, f"{role.role} {role.pid} does not say how many tasks it has"
+        time.sleep(0.02)
 
 
 def _secret(path: Path, digits: str) -> Path:
     path.touch(0o600)
     path.write_text(digits, encoding="ascii")
     return path
-
-
-class ReplicaFaults(ProcessFaults):
-    """Of workers that have replicas: the last of a role is never killed."""
-
-    def __init__(self, fleet: Fleet, draw: random.Random) -> None:
-        super().__init__(fleet.encoders, fleet.decoders[0], draw)
-        self._decoders: Sequence[Role] = fleet.decoders
-
-    @property
-    def faults(self) -> Mapping[str, Fault]:
-        return {
-            **super().faults,
-            "decoder killed": lambda: self._kill(self._draw.choice(self._decoders)),
-            "decoder stopped": lambda: self._stop(self._draw.choice(self._decoders)),
-        }
-
-    async def _kill(self, role: Role) -> None:
-        await self.all_back()
-        await super()._kill(role)

@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,9 @@ import uvloop
 from chiasm import AsyncClient
 from chiasm.cache.region import Region
 from tests.chaos.faults import Fault, RegionFaults, StoreFaults
+from tests.chaos.system import all_maps
 from tests.faults.proxy import proxy
+from tests.processes import Role
 from tests.redis_server import RedisServer, redis_server
 from tests.rpc.running import children
 from tests.telltale import history as kept
@@ -35,7 +37,7 @@ from tests.telltale.driving import Driver
 from tests.telltale.history import History, Record, Writer
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import PLANTS
-from tests.telltale.processes import Fleet, ReplicaFaults
+from tests.telltale.processes import Fleet, Size
 from tests.telltale.service import REACHED
 from tests.telltale.validator import Finding, judge, summary
 from tests.waiting import gone
@@ -43,8 +45,10 @@ from tests.waiting import gone
 ARENA_BYTES = 16 << 20
 
 MORE = 16
-"""Files and threads that a process may have in the end beyond those it had when it was warm: connections come and
-go."""
+"""Of anything, a process may have so many more in the end than it had when it was warm: connections come and go."""
+
+OFTEN = ("decoder killed", "router killed")
+"""Faults that are there three times as often as the others: an answer goes on behind them."""
 
 WARM = 50
 """Requests after which a process is warm."""
@@ -58,6 +62,8 @@ class Report:
         left: what was left over, in words.
         encoded: units that encoders made, as far as those that were killed had told.
         needed: units that had to be made once.
+        resumed: how often another decoder went on with an answer, as far as routers that were killed had told.
+        taken_up: how often a client took an answer up at another router.
     """
 
     history: History
@@ -66,6 +72,8 @@ class Report:
     left: list[str] = field(default_factory=list)
     encoded: float = 0.0
     needed: int = 0
+    resumed: int = 0
+    taken_up: int = 0
     reached: bool = False
 
     @property
@@ -76,6 +84,8 @@ class Report:
             "requests_per_second": round(requests / self.seconds, 1),
             "encodes_per_unit": round(self.encoded / max(self.needed, 1), 3),
             "encodes_per_request": round(self.encoded / requests, 3),
+            "resumed": self.resumed,
+            "taken_up": self.taken_up,
             "left": self.left,
             "reached": self.reached,
         }
@@ -110,7 +120,7 @@ async def load(
             stack.push_async_callback(asyncio.to_thread, fleet.__exit__, None, None, None)
             region = Region.open(fleet.arena)
             stack.callback(region.close)
-            processes = ReplicaFaults(fleet, draw)
+            processes = fleet.faults(draw)
             kinds = {
                 **processes.faults,
                 **StoreFaults(server, link, draw).faults,
@@ -118,18 +128,21 @@ async def load(
             }
             wanted = {kind: act for kind, act in kinds.items() if kind.startswith(faults)} if faults else {}
             clients = {
-                tenant: await stack.enter_async_context(AsyncClient(router.target, max_retries=0))
-                for tenant, router in fleet.routers.items()
+                tenant: await stack.enter_async_context(
+                    AsyncClient([router.target for router in routers], max_retries=0)
+                )
+                for tenant, routers in fleet.routers.items()
             }
             writer = Writer(file, fleet.roots, {"seed": seed, "quiet": False, "plant": plant})
             driver = Driver(clients, writer.record)
             asking = iter(Asking(seed))
             await driver.ask_all(itertools.islice(asking, WARM), at_a_time=at_a_time)
-            warm = fleet.sizes()
+            await fleet.settled(seconds=10)
+            warm = await asyncio.to_thread(fleet.sizes)
             began = time.monotonic()
             asked = asyncio.create_task(driver.ask_all(itertools.islice(asking, requests), at_a_time=at_a_time))
             try:
-                await _hurt(wanted, asked, writer, driver, draw, every)
+                await _hurt(wanted, processes.may, asked, writer, driver, draw, every)
                 await asked
             finally:
                 asked.cancel()
@@ -140,43 +153,60 @@ async def load(
             encoded = processes.encoded + sum(
                 role.counted()["chiasm_encoder_units_total:encoded"] for role in fleet.encoders
             )
+            resumed = await asyncio.to_thread(lambda: processes.resumed)
             reached = any(role.event(REACHED) for role in fleet.roles)
             pids = [pid for role in fleet.roles for pid in (role.pid, *children(role.pid))]
         await gone(*pids)
+        left += [f"{pid} still maps the region" for pid, maps in all_maps() if name in maps]
         history = kept.read(Path(file.name))
     oracle = Oracle()
-    return Report(history, judge(history, oracle), seconds, left, encoded, _needed(history, oracle), reached)
+    return Report(
+        history,
+        judge(history, oracle),
+        seconds,
+        left,
+        encoded,
+        _needed(history, oracle),
+        resumed,
+        driver.taken_up,
+        reached,
+    )
 
 
 async def _hurt(
     faults: Mapping[str, Fault],
+    may: Callable[[str], bool],
     asked: asyncio.Task[None],
     writer: Writer,
     driver: Driver,
     draw: random.Random,
     every: float,
 ) -> None:
-    """A fault every few seconds, as long as anybody asks."""
-    for name in _deck(sorted(faults), draw):
+    """A fault every few seconds, as long as anybody asks. What may not be done at the moment waits its turn."""
+    waiting: list[str] = []
+    while faults:
         await asyncio.wait([asked], timeout=draw.uniform(0.3, 1.0) * every)
         if asked.done():
             return
+        name = next(filter(may, waiting), None)
+        if name is None:
+            again = [name for name in sorted(faults) for _ in range(3 if name in OFTEN else 1)]
+            waiting += draw.sample(again, len(again))
+            name = next(filter(may, waiting), None)
+        if name is None:
+            continue
+        waiting.remove(name)
         begun = driver.now
         await faults[name]()
         writer.fault(kept.Fault(name, begun, driver.now))
 
 
-def _deck(names: list[str], draw: random.Random) -> Iterator[str]:
-    while names:
-        yield from draw.sample(names, len(names))
-
-
-async def _left(fleet: Fleet, warm: Mapping[int, tuple[int, int, int]], server: RedisServer) -> list[str]:
+async def _left(fleet: Fleet, warm: Mapping[Role, Size], server: RedisServer) -> list[str]:
     """What is still held, what has grown, and what would stay for ever."""
     left = [f"{what}: {value:g}" for what, value in (await fleet.settled(seconds=30)).items()]
-    for pid, (files, threads, _) in fleet.sizes().items():
-        if pid in warm and (files > warm[pid][0] + MORE or threads > warm[pid][1] + MORE):
-            left.append(f"{pid} has {files} files and {threads} threads, and had {warm[pid]}")
+    for role, size in (await asyncio.to_thread(fleet.sizes)).items():
+        if any(now > before + MORE for now, before in zip(size, warm[role], strict=True)):
+            left.append(f"{role.role} {role.pid} has {size}, and had {warm[role]}")
     endless = [name for name in server.names("chiasm:*") if server.admin.ttl(name) == -1]
     left += [f"{name} in the store has no end" for name in endless[:5]]
     return left

@@ -9,6 +9,7 @@ import itertools
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from tests.telltale import history as kept
 from tests.telltale.altered import ALTERATIONS, sound
 from tests.telltale.asking import Asking
 from tests.telltale.driving import Driver
-from tests.telltale.history import Fault, History, Record, Writer
+from tests.telltale.history import Fault, History, Writer
 from tests.telltale.laboratory import laboratory
 from tests.telltale.oracle import Oracle
 from tests.telltale.plants import PLANTS
+from tests.telltale.probing import probe_request, probe_several
 from tests.telltale.trial import told, trial
 from tests.telltale.validator import judge, judge_one
 
@@ -34,6 +36,11 @@ SLICE = (
     "seed-index-ignored",
     "token-told-again",
     "begun-again",
+    "numbers-from-the-beginning",
+    "stop-forgotten-at-seam",
+    "token-of-a-zombie",
+    "word-of-other-media",
+    "started-told-twice",
 )
 """Of each kind of bug some, that are found quickly."""
 
@@ -61,6 +68,22 @@ async def test_nothing_is_found_where_nothing_is_wrong(sandbox: Sandbox, oracle:
 async def test_a_bug_that_is_reached_is_found(sandbox: Sandbox, oracle: Oracle, name: str) -> None:
     outcome = await trial(PLANTS[name], sandbox, oracle, seed=1, most=240)
     assert outcome.hits and outcome.found, told(PLANTS[name], outcome)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_several_answers_to_one_prompt_go_on_when_their_decoder_is_lost(sandbox: Sandbox, oracle: Oracle) -> None:
+    with tempfile.TemporaryDirectory(prefix="telltale-", dir="/dev/shm") as folder:
+        async with laboratory(Path(folder), sandbox, pace=0.02) as lab:
+            for seed in range(3):
+                request = replace(probe_request(f"several {seed}", seed=seed), stop=(" say", "th"))
+
+                async def lose() -> None:
+                    for number in range(2):
+                        if lab.decoders[number].turns.running:
+                            await lab.lose_decoder(number)
+
+                assert not await probe_several(lab, oracle, request, n=3, meanwhile=lose, after=7)
+            assert not await lab.settled(5)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -109,16 +132,16 @@ async def test_a_history_that_was_written_is_judged_as_it_was(seen: History, ora
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_answer_may_end_with_its_decoder_and_with_nothing_else(seen: History, oracle: Oracle) -> None:
+async def test_a_lost_worker_excuses_no_answer_and_a_doubtful_entry_does(seen: History, oracle: Oracle) -> None:
     record = copy.deepcopy(next(one for one in sound(seen.records) if len(one.events) > 5))
     del record.events[4:]
-    record.end, record.reason, record.code = "error", "DECODER_LOST", "Unavailable"
 
-    def judged(name: str, record: Record) -> list[str]:
+    def judged(name: str, reason: str) -> list[str]:
+        record.end, record.reason, record.code = "error", reason, "Unavailable"
         faults = [Fault(name, record.begun, record.ended)]
         return [finding.what for finding in judge(History(seen.roots, {}, [record], faults), oracle)]
 
-    assert judged("decoder killed", record) == []
-    assert judged("store killed", record) == ["status"]
-    record.reason = "ENTRY_MISSING"
-    assert judged("decoder killed", record) == ["status"]
+    assert judged("decoder killed", "DECODER_LOST") == ["status"]
+    assert judged("router killed", "CONNECTION_LOST") == ["status"]
+    assert judged("region bytes changed", "ENTRY_MISSING") == []
+    assert judged("store killed", "ENTRY_MISSING") == ["status"]

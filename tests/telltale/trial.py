@@ -7,31 +7,43 @@ import asyncio
 import itertools
 import random
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from chiasm.cache.region import Region
 from chiasm.media.sandbox import Sandbox
 from tests.chaos.faults import RegionFaults
 from tests.telltale.asking import Asking, Request
-from tests.telltale.driving import Driver
+from tests.telltale.driving import GRACE, Driver
 from tests.telltale.history import Fault, History
 from tests.telltale.laboratory import Laboratory, laboratory
 from tests.telltale.oracle import Oracle
-from tests.telltale.plants import Plant, planted
+from tests.telltale.plants import Plant, Planted, planted
+from tests.telltale.plants.losing import lose_last_words, lose_responses
+from tests.telltale.plants.planting import Hurt
+from tests.telltale.probing import probe_words
 from tests.telltale.validator import Finding, judge
+from tests.waiting import until
 
 AT_A_TIME = 6
 
 CHUNK = 30
 """Requests between two judgements."""
 
-DEADLINE = 10.0
+DEADLINE = 20.0
 """Seconds of a request in a trial."""
+
+RECONNECTING = 1.5
+"""Seconds after which a client has found a router again that was away for a moment: gRPC waits one before it tries."""
 
 SETTLING = 3.0
 """Seconds in which everything must be given back."""
+
+_INSIDE: Mapping[Hurt, Callable[[Planted], None]] = {"last words": lose_last_words, "responses": lose_responses}
+"""What is lost at places of its own."""
 
 _LONG = 1500
 """Tokens of the answer that its client leaves at once."""
@@ -63,7 +75,7 @@ async def trial(
         quiet: nothing gives way, so that what was known of a request can be judged too.
     """
     outcome = Outcome()
-    hurt = "nothing" if plant is None else plant.hurt
+    hurt: Hurt = "nothing" if plant is None else plant.hurt
     settings = dict(plant.settings) if plant is not None else {}
     if not settings and hurt == "nothing":
         settings = {"text_tokens": 1 << 14, "visual_tokens": 4096} if quiet else {"text_tokens": 320}
@@ -83,13 +95,14 @@ async def trial(
                 outcome.found += judge(history, oracle)
             if not outcome.found:
                 outcome.found += await _left(lab, driver)
+                outcome.found += await probe_words(lab, oracle)
             outcome.requests, outcome.hits = len(history.records), bug.hits
             bug.dig_out()  # it must not keep the system from ending
     return outcome
 
 
 async def _hurt(
-    hurt: str, lab: Laboratory, folder: Path, asking: asyncio.Task[None], history: History, driver: Driver
+    hurt: Hurt, lab: Laboratory, folder: Path, asking: asyncio.Task[None], history: History, driver: Driver
 ) -> None:
     draw = random.Random(len(history.records))
     if hurt == "bytes":
@@ -102,11 +115,29 @@ async def _hurt(
         finally:
             region.close()
             history.faults.append(Fault("region bytes changed", begun, driver.now))
-    while hurt == "decoders" and not asking.done():
-        await asyncio.sleep(draw.uniform(0.1, 0.4))
+    if hurt in _INSIDE:
+        inside = Planted()
+        _INSIDE[hurt](inside)
         begun = driver.now
-        await lab.lose_decoder(draw.randrange(len(lab.decoders)))
-        history.faults.append(Fault("decoder killed", begun, driver.now))
+        await asyncio.wait([asking])
+        history.faults.append(Fault(f"router {hurt} lost", begun, driver.now))
+        inside.dig_out()
+    while hurt in ("decoders", "routers") and not asking.done():
+        await asyncio.sleep(draw.uniform(0.2, 0.6) if hurt == "decoders" else RECONNECTING)
+        begun, met = driver.now, {*driver.running}
+        if hurt == "decoders":
+            await lab.lose_decoder(draw.randrange(len(lab.decoders)))
+        else:
+            tenant = draw.choice(sorted(lab.routers))
+            await lab.lose_router(tenant, draw.randrange(len(lab.routers[tenant])))
+        history.faults.append(Fault(f"{hurt.removesuffix('s')} killed", begun, driver.now))
+        met |= driver.running
+        # Nobody meets two losses: who loses two decoders before its first token may be what ends them.
+        await until(partial(_none_left, met, driver.running, asking), seconds=DEADLINE + GRACE)
+
+
+def _none_left(met: set[str], running: set[str], asking: asyncio.Task[None]) -> bool:
+    return asking.done() or not met & running
 
 
 async def _left(lab: Laboratory, driver: Driver) -> list[Finding]:

@@ -23,13 +23,14 @@ FELT: Final = 8.0
 """Seconds for which a fault may still be felt when it is over: processes that were killed come back meanwhile."""
 
 MAY_END: Final[Mapping[str, frozenset[str]]] = {
-    # Until an answer goes on at its next token elsewhere, one that has begun is lost with its decoder.
-    "decoder killed": frozenset({"DECODER_LOST"}),
-    "decoder stopped": frozenset({"DECODER_LOST"}),
     # Twice over one unit, which takes many changes at a time: no digest is believed, and no client is given a doubt.
     "region bytes": frozenset({"ENTRY_MISSING"}),
 }
-"""Reasons with which a fault may end an admitted request, by what its name begins with. Any other fault ends none."""
+"""Reasons with which a fault may end an admitted request, by what its name begins with. Any other fault ends none: what
+a process was at is gone on with by another."""
+
+LOSES: Final = ("decoder", "router")
+"""What names of faults begin with after which an answer may be gone on with by somebody who finds all of its prompt."""
 
 
 class Finding(NamedTuple):
@@ -52,7 +53,7 @@ def judge(history: History, oracle: Oracle) -> list[Finding]:
     found = [Finding(name, "twice", f"{count} operations of that name") for name, count in names.items() if count > 1]
     truths = [oracle.truth(record.request, history.roots[record.request.tenant]) for record in history.records]
     for record, truth in zip(history.records, truths, strict=True):
-        found += judge_one(record, truth, felt(record, history.faults))
+        found += judge_one(record, truth, *felt(record, history.faults))
     if history.told.get("quiet"):
         found += _unknown(history.records, truths)
     return found
@@ -109,27 +110,32 @@ def _chain(rows: Sequence[bytes]) -> list[bytes]:
     return chain
 
 
-def felt(record: Record, faults: Sequence[Fault]) -> frozenset[str]:
-    """Reasons with which the faults of its time may have ended an operation."""
+def felt(record: Record, faults: Sequence[Fault]) -> tuple[frozenset[str], bool]:
+    """What the faults of its time may have done to an operation: reasons with which it may have ended, and whether
+    another may have gone on with it."""
     reasons: set[str] = set()
+    resumed = False
     for fault in faults:
         if fault.begun <= record.ended and record.begun <= fault.ended + FELT:
+            resumed |= fault.name.startswith(LOSES)
             for name, may in MAY_END.items():
                 if fault.name.startswith(name):
                     reasons |= may
-    return frozenset(reasons)
+    return frozenset(reasons), resumed
 
 
-def judge_one(record: Record, truth: Truth, may: frozenset[str] = frozenset()) -> list[Finding]:
+def judge_one(record: Record, truth: Truth, may: frozenset[str] = frozenset(), resumed: bool = False) -> list[Finding]:
     """Everything that is wrong with one operation.
 
     Args:
         may: reasons with which it may have ended though it was admitted.
+        resumed: its answer may have been gone on with. That is seen nowhere but in what was known of its prompt: the
+            last of those who worked on it says that, and computed a token of the answer last.
     """
-    return [Finding(record.request.name, what, said) for what, said in _wrong(record, truth, may)]
+    return [Finding(record.request.name, what, said) for what, said in _wrong(record, truth, may, resumed)]
 
 
-def _wrong(record: Record, truth: Truth, may: frozenset[str]) -> Iterator[tuple[str, str]]:
+def _wrong(record: Record, truth: Truth, may: frozenset[str], resumed: bool) -> Iterator[tuple[str, str]]:
     yield from _ending(record, truth, may)
     if truth.refusal is not None:
         if record.events:
@@ -137,9 +143,9 @@ def _wrong(record: Record, truth: Truth, may: frozenset[str]) -> Iterator[tuple[
         return
     yield from _order(record)
     yield from _tokens(record, truth)
-    yield from _timeline(record, truth, again=bool(may))
+    yield from _timeline(record, truth)
     for event in _of(record, "finished"):
-        yield from _finished(record, event, truth)
+        yield from _finished(event, truth, resumed)
 
 
 def _ending(record: Record, truth: Truth, may: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -197,12 +203,8 @@ def _tokens(record: Record, truth: Truth) -> Iterator[tuple[str, str]]:
         yield "text", f"{text!r} instead of {truth.text!r}"
 
 
-def _timeline(record: Record, truth: Truth, *, again: bool) -> Iterator[tuple[str, str]]:
-    """What is on the timeline, and from when on it is seen.
-
-    Args:
-        again: a worker may have been lost before its first token, and another have said the same.
-    """
+def _timeline(record: Record, truth: Truth) -> Iterator[tuple[str, str]]:
+    """What is on the timeline, and from when on it is seen: told once, whoever has gone on with the answer."""
     for event in _of(record, "started"):
         frames = [{**asdict(frame), "grid": [*frame.grid]} for frame in truth.frames]
         if event["frames"] != frames:
@@ -210,13 +212,11 @@ def _timeline(record: Record, truth: Truth, *, again: bool) -> Iterator[tuple[st
         if event["prompt_tokens"] != truth.prompt_tokens:
             yield "usage", f"a prompt of {event['prompt_tokens']} tokens instead of {truth.prompt_tokens}"
     seen = [(event["index"], event["first"], event["count"], event["until"]) for event in _of(record, "visible")]
-    if again:
-        seen = list(dict.fromkeys(seen))
     if seen and seen != [(0, 0, len(truth.frames), truth.until)]:
         yield "visible", f"{seen} instead of all {len(truth.frames)} frames, until {truth.until}, from the first token"
 
 
-def _finished(record: Record, event: Mapping[str, Any], truth: Truth) -> Iterator[tuple[str, str]]:
+def _finished(event: Mapping[str, Any], truth: Truth, resumed: bool) -> Iterator[tuple[str, str]]:
     """Why it ended, and what it used."""
     if (event["reason"], event["stop"]) != (truth.reason, truth.stop):
         yield "reason", f"{event['reason']} {event['stop']!r} instead of {truth.reason} {truth.stop!r}"
@@ -229,7 +229,7 @@ def _finished(record: Record, event: Mapping[str, Any], truth: Truth) -> Iterato
     }
     if counts != right:
         yield "usage", f"{counts} instead of {right}"
-    if not 0 <= (usage["cached_prompt_tokens"] or 0) < truth.prompt_tokens:
+    if not 0 <= (usage["cached_prompt_tokens"] or 0) < truth.prompt_tokens + resumed:
         yield "usage", f"{usage['cached_prompt_tokens']} of {truth.prompt_tokens} tokens were known"
     expected = [json.loads(json.dumps(asdict(medium))) for medium in truth.media]
     told = [{name: medium[name] for name in one} for medium, one in zip(usage["media"], expected, strict=False)]

@@ -7,20 +7,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Hurt: TypeAlias = Literal["nothing", "bytes", "decoders"]
-"""What is done to the system while it is asked: bytes of entries are changed, decoders are lost."""
+Hurt: TypeAlias = Literal["nothing", "bytes", "decoders", "routers", "last words", "responses"]
+"""What is done to the system while it is asked: bytes of entries are changed, decoders or routers are lost, decoders
+with their last word, or responses on their way to the client."""
 
 
 class Planted:
     """A bug in this process.
 
-    Attributes:
-        hits: how often it was reached.
+    Args:
+        reached: called when it is reached for the first time.
     """
 
-    def __init__(self) -> None:
-        self.hits = 0
+    def __init__(self, reached: Callable[[], None] = lambda: None) -> None:
+        self._hits = 0
+        self._reached = reached
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def hits(self) -> int:
+        """How often it was reached."""
+        return self._hits
+
+    @hits.setter
+    def hits(self, hits: int) -> None:
+        first, self._hits = hits and not self._hits, hits
+        if first:
+            self._reached()
 
     def hit(self) -> None:
         self.hits += 1

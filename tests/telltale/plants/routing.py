@@ -8,11 +8,13 @@ import chiasm.rpc.medium
 import encoder_service.material
 import router.coordinator
 from chiasm.rpc.v1 import router_pb2 as rpb
+from router.answer import Answer
 from router.coordinator import Coordinator
-from router.encoding import LOST, Encoding
+from router.encoding import Encoding
 from router.media import Inline
 from router.work import Work
 from tests.telltale.plants.planting import Garden, Planted
+from tests.telltale.plants.trusting import trust_routers
 
 GARDEN = Garden("router")
 
@@ -47,8 +49,8 @@ def _digest_of_nothing(bug: Planted) -> None:
 @GARDEN("entries are announced for the medium before")
 def _ready_for_a_sibling(bug: Planted) -> None:
     def make(before: Any) -> Any:
-        def ready(encoding: Encoding, response: Any) -> Any:
-            made = before(encoding, response)
+        def ready(medium: Encoding, response: Any) -> Any:
+            made = before(medium, response)
             if made.ready.slot:
                 bug.hit()
                 made.ready.slot -= 1
@@ -56,7 +58,7 @@ def _ready_for_a_sibling(bug: Planted) -> None:
 
         return ready
 
-    bug.patch(router.coordinator, "_ready_at", make)
+    bug.patch(router.coordinator, "ready_at", make)
 
 
 @GARDEN("sizes are told for another medium")
@@ -76,21 +78,19 @@ def _sized_for_a_sibling(bug: Planted) -> None:
 
 @GARDEN("an answer that has begun is begun again elsewhere", hurt="decoders", pace=0.02)
 def _begun_again(bug: Planted) -> None:
-    """The tokens that are out are forgotten."""
+    """The tokens that are out are forgotten, and the client takes whatever comes."""
 
     def make(before: Any) -> Any:
-        async def decode(self: Coordinator, worker: Any) -> None:
-            try:
-                await before(self, worker)
-            except LOST:
-                if self._tokens:
-                    bug.hit()
-                    self._tokens = 0
-                raise
+        def begin(self: Coordinator, worker: Any) -> Any:
+            if self._answer.tokens:
+                bug.hit()
+                self._answer = Answer(len(self._answer._ids))
+            return before(self, worker)
 
-        return decode
+        return begin
 
-    bug.patch(Coordinator, "_decode", make)
+    bug.patch(Coordinator, "_begin", make)
+    trust_routers(bug)
 
 
 @GARDEN("calls go on when a client has left")
@@ -139,8 +139,9 @@ def _token_of_another_answer(bug: Planted) -> None:
     _event(bug, change)
 
 
-@GARDEN("two events change places")
+@GARDEN("two events change places, and clients take what comes")
 def _events_swapped(bug: Planted) -> None:
+    trust_routers(bug)
     held: dict[Coordinator, Any] = {}
 
     def change(coordinator: Coordinator, event: Any) -> Any:
@@ -154,8 +155,10 @@ def _events_swapped(bug: Planted) -> None:
     _event(bug, change)
 
 
-@GARDEN("an event is sent twice")
+@GARDEN("an event is sent twice, and clients take what comes")
 def _event_sent_twice(bug: Planted) -> None:
+    trust_routers(bug)
+
     def change(coordinator: Coordinator, event: Any) -> Any:
         if event.WhichOneof("event") == "tokens" and event.tokens.index == 1:
             return [event, event]
@@ -164,8 +167,9 @@ def _event_sent_twice(bug: Planted) -> None:
     _event(bug, change)
 
 
-@GARDEN("the end of an answer overtakes its last token")
+@GARDEN("the end of an answer overtakes its last token, and clients take what comes")
 def _end_overtakes(bug: Planted) -> None:
+    trust_routers(bug)
     held: dict[Coordinator, Any] = {}
 
     def change(coordinator: Coordinator, event: Any) -> Any:
@@ -196,8 +200,8 @@ def _refusal_swallowed(bug: Planted) -> None:
     def make(before: Any) -> Any:
         async def failed(self: Coordinator, error: Exception) -> None:
             bug.hit()
-            await self._events.put(rpb.GenerateResponse())
-            await self._events.put(None)
+            await self._window.put(rpb.GenerateResponse())
+            self._window.end()
 
         return failed
 
