@@ -37,7 +37,7 @@ SLICE = (
     "token-told-again",
     "begun-again",
     "numbers-from-the-beginning",
-    "stop-forgotten-at-seam",
+    "character-torn-at-seam",
     "token-of-a-zombie",
     "word-of-other-media",
     "started-told-twice",
