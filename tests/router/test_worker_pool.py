@@ -254,7 +254,7 @@ async def test_nobody_is_told_of_hopeless_pools_as_long_as_another_model_may_be_
     why = Hopeless("what", "where", "fix")
     plan = Plan(
         address="a:1",
-        pools=tuple(Pool(role=role, flags={"model": m}) for m in ("one", "two") for role in ("encoder", "decoder")),  # type: ignore[arg-type]
+        pools=tuple(Pool(role=role, flags={"model": m}) for m in ("one", "two") for role in ("encoder", "decoder")),
     )
     pools = [WorkerPool(plan, pool, Script(plan), lambda: None) for pool in plan.pools]
     pools[0].hopeless = pools[1].hopeless = why
