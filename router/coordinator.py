@@ -19,7 +19,6 @@ from typing import Final
 from chiasm.errors import (
     Cancelled,
     ChiasmError,
-    ConnectionFailed,
     DeadlineExceeded,
     Overloaded,
     StatusError,
@@ -37,7 +36,7 @@ from router.basis import Basis, model_changed
 from router.choice import affinity_keys
 from router.encoding import LOST, PAUSE, Encoding
 from router.fleet import DecoderWorker, Fleet, Served, speaks_as
-from router.laying import opened, ready_at, sized_at
+from router.laying import computed, opened, ready_at, sized_at
 from router.media import Source
 from router.quarantine import Quarantine
 from router.resume_token import Resumable, ResumeTokens
@@ -175,9 +174,10 @@ class Coordinator(Work):
         started = False
         while True:
             worker = await self._choose_decoder()
-            self._trial = self.tried(worker, b"answer", *await self._computed())
-            if await self._trial.begin() and not await self._still_there(worker):
-                continue  # whoever was waited for has ended it
+            self._trial = self.tried(worker, b"answer", *await computed(self._request, self.media))
+            if await self._trial.begin() and not await self.still_there(worker):
+                self._trial.end()  # whoever was waited for has ended it
+                continue
             attempt = self._begin(worker)
             if not started:
                 started = True
@@ -207,27 +207,6 @@ class Coordinator(Work):
                 self._trial.end()
                 attempt.over = True
                 self._stale += attempt.stale
-
-    async def _still_there(self, worker: DecoderWorker) -> bool:
-        try:
-            await worker.calls.reach()
-        except ConnectionFailed:
-            self._trial.end()
-            self.fleet.lost(worker)
-            return False
-        return True
-
-    async def _computed(self) -> list[bytes]:
-        """What a decoder is given to compute, as far as it could be at fault."""
-        request = self._request
-        sampling = pb.SamplingParams()
-        sampling.CopyFrom(request.sampling)
-        sampling.ClearField("seed")
-        media = [
-            await medium.source.digest() or asked.handle.encode()
-            for medium, asked in zip(self.media, request.media, strict=True)
-        ]
-        return [part.SerializeToString(deterministic=True) for part in (request.prompt, sampling)] + media
 
     async def _choose_decoder(self) -> DecoderWorker:
         """One that can be reached, and of the model that the tokens told so far came from."""

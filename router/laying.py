@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -25,6 +26,18 @@ def opened(request: rpb.GenerateRequest, model: Served, media: Sequence[Encoding
         prompt_visibility=request.prompt_visibility,
         priority=request.priority,
     )
+
+
+async def computed(request: rpb.GenerateRequest, media: Sequence[Encoding]) -> list[bytes]:
+    """What a decoder is given to compute, as far as that could be what ends it."""
+    sampling = pb.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    sampling.ClearField("seed")
+    digests = [
+        await medium.source.digest() or asked.handle.encode()
+        for medium, asked in zip(media, request.media, strict=True)
+    ]
+    return [part.SerializeToString(deterministic=True) for part in (request.prompt, sampling)] + digests
 
 
 def sized_at(medium: Encoding, *, final: bool = False) -> dpb.DecodeRequest:

@@ -222,6 +222,15 @@ class Work(ABC):
         said = (b"medium", digest) if digest is not None else (b"begun", await source.hint())
         return self.tried(worker, *said, item=encoding.item)
 
+    async def still_there(self, worker: EncoderWorker | DecoderWorker) -> bool:
+        """Whether a worker that was chosen a while ago can be reached; it is lost if not."""
+        try:
+            await worker.calls.reach()
+        except ConnectionFailed:
+            self.fleet.lost(worker)
+            return False
+        return True
+
     def tried(self, worker: EncoderWorker | DecoderWorker, *said: bytes, item: str | None = None) -> Trial:
         """The trial on a worker of what `said` names. Raises InvalidRequest POISON_INPUT for what ends workers."""
         subject = name(self.root, *said)
