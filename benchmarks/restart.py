@@ -1,9 +1,9 @@
 """What it takes until a system serves again whose only decoder, or encoder, was killed, against that process's start.
 
-`chiasm serve digits`, one of each. Cold: from a process's first line of the log to its `ready`. Restart: from SIGKILL to
-the `ready` of the one that the supervisor starts in its place. Back: a stream that the SDK reads is at its sixteenth
-token when its decoder is killed, and the time to its next token is taken, which the new process draws. Medians;
-`ratio` is back over the decoder's cold start.
+`chiasm serve digits`, one of each. Cold: from a process's first line of the log to its `ready`. Restart: from SIGKILL
+to the `ready` of the one that the supervisor starts in its place. Back: a stream that the SDK reads is at its sixteenth
+token when its decoder is killed, and the time to its next token is taken, which the new process draws. Medians; `ratio`
+is back over the decoder's cold start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def back(served: Served, client: Client) -> float:
     """Seconds from SIGKILL of the decoder to the next token of a stream that it drew."""
     killed = 0.0
     asked = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    with client.stream("digits", ["Read the digits.", Video(CLIP)], asked) as stream:
+    with client.stream("digits", ["Read the digits.", Video(CLIP)], sampling=asked) as stream:
         for event in stream:
             if isinstance(event, Token) and killed:
                 return time.perf_counter() - killed
