@@ -1,5 +1,5 @@
-"""Answers whose decoder or router is lost in the middle, asked through the SDK of a whole system: every token comes once
-and is the one that would have come in peace."""
+"""Answers whose decoder or router is lost in the middle, asked through the SDK of a whole system: every token comes
+once, and is the one that would have come in peace."""
 
 from __future__ import annotations
 
@@ -320,8 +320,8 @@ async def test_a_lone_router_is_killed_and_nothing_is_drawn_for_it_and_the_clien
         try:
             async with injected(Kill(router.pid)):
                 await asyncio.to_thread(router.kill)  # reaps it
-                idle = [lambda role=role: role.counted()["chiasm_num_requests_running"] == 0 for role in wide.decoders]
-                await until(lambda: all(one() for one in idle))
+                running = "chiasm_num_requests_running"
+                await until(lambda: not any(role.counted()[running] for role in wide.decoders))
                 assert not asking.done()
         finally:
             await back(router)

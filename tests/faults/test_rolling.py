@@ -1,4 +1,4 @@
-"""One model takes another's place under the same name, worker by worker, and is taken back, while questions are asked."""
+"""One model takes another's place under the same name, worker by worker, and is taken back, under questions."""
 
 from __future__ import annotations
 
