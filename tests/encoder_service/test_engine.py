@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -291,16 +290,29 @@ async def test_two_tenants_share_no_entry(model: Model) -> None:
 
 async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model: Model) -> None:
     async with engine(model) as e:
-        half = e.half
-        assert isinstance(half, nn.Module)
-        with torch.no_grad():
-            for parameter in half.parameters():
-                if parameter.numel() == model.config.text.hidden_size and parameter.dim() == 1:
-                    parameter.fill_(torch.nan)
-        with pytest.raises(ServerError) as caught:
-            await e.announce(frame(6), plan(model), root=ROOT, lease=Lease.of(1))
-        assert caught.value.reason == "NONFINITE"
-        assert e.store.stats().puts == 0 and e.in_flight == 0
+        encode = e.half.encode
+
+        def spoiling(
+            frames: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+        ) -> list[torch.Tensor]:
+            made = encode(frames, attention, trunk)
+            for one, frame in zip(made, frames, strict=True):
+                if tuple(frame.shape) == (3, 128, 128):
+                    one.view(-1)[-1] = torch.nan
+            return made
+
+        e.half.encode = spoiling  # type: ignore[method-assign]
+        with held(e):
+            sizes = [(64, 64), (128, 128), (64, 96)]
+            tasks = [
+                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
+                for i, size in enumerate(sizes)
+            ]
+            await until(lambda: e.in_flight == 3)
+        first, spoiled, last = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(spoiled, ServerError) and (spoiled.code, spoiled.reason) == ("INTERNAL", "NONFINITE")
+        assert not isinstance(first, BaseException) and not isinstance(last, BaseException)
+        assert e.store.stats().puts == 2 and e.in_flight == 0
 
 
 async def test_a_store_that_is_full_of_pinned_entries_is_waited_for_and_then_refused(model: Model) -> None:
