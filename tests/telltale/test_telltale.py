@@ -78,9 +78,8 @@ async def test_several_answers_to_one_prompt_go_on_when_their_decoder_is_lost(sa
                 request = replace(probe_request(f"several {seed}", seed=seed), stop=(" say", "th"))
 
                 async def lose() -> None:
-                    for number in range(2):
-                        if lab.decoders[number].turns.running:
-                            await lab.lose_decoder(number)
+                    (number,) = (number for number in range(2) if lab.decoders[number].turns.running)
+                    await lab.lose_decoder(number)
 
                 assert not await probe_several(lab, oracle, request, n=3, meanwhile=lose, after=7)
             assert not await lab.settled(5)

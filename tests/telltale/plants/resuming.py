@@ -182,7 +182,7 @@ def _zombie(bug: Planted, change: Any) -> None:
     attempt that is over; and nobody looks at attempts."""
 
     def make(before: Any) -> Any:
-        async def run(self: Attempt, on: Any, *, timeout: float | None) -> None:  # noqa: ASYNC109 - as the true one
+        async def run(self: Attempt, on: Any, whole: Any, *, timeout: Any) -> None:  # noqa: ASYNC109
             coordinator: Coordinator = on.__self__
             known = coordinator._answer.tokens
             told = False
@@ -199,7 +199,7 @@ def _zombie(bug: Planted, change: Any) -> None:
                         return True
                 return await on(response)
 
-            await before(self, hear, timeout=timeout)
+            await before(self, hear, whole, timeout=timeout)
 
         return run
 
