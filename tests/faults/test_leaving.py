@@ -84,7 +84,7 @@ async def timed(
     Args:
         begin: asks with a deadline of so many seconds.
     """
-    for seconds in (3.0, 10.0, 40.0):
+    for seconds in (5.0, 15.0, 40.0):
         await service.store.flush()
         service.decoder.flush()
         stage = stages.hold(name)
