@@ -197,6 +197,7 @@ async def emptied(served: Trio) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.chaos
 async def test_a_decoder_killed_and_the_entries_gone_all_are_encoded_once_more_and_no_token_is_lost(
     wide: Trio,
 ) -> None:
