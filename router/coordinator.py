@@ -353,7 +353,9 @@ class Coordinator(Work):
         message = sized_at(medium)
         assert medium.sized_by is not None, "somebody has sized it"
         encoder, form = medium.sized_by
-        if form != self.form_of(encoder):  # it was asked for another decoder: entries for this one have other keys
+        if form != self.form_of(
+            encoder, medium
+        ):  # it was asked for another decoder: entries for this one have other keys
             for unit in message.sized.units:
                 unit.ClearField("key")
         return message

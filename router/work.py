@@ -166,9 +166,14 @@ class Work(ABC):
         told = None if self.decoder is None else self.decoder.forms.get(self.model.name)
         return told is None or form in told
 
-    def form_of(self, worker: EncoderWorker) -> pb.EntryForm.ValueType:
-        """In which an encoder is asked for entries now."""
+    def form_of(self, worker: EncoderWorker, encoding: Encoding) -> pb.EntryForm.ValueType:
+        """In which an encoder is asked for entries of a medium now: as before, where that can be, because a unit is one
+        entry to a decoder; another decoder may rather have another form, and takes this one too."""
         assert self.decoder is not None, "encoders are asked for a decoder"
+        if encoding.sized_by is not None:
+            before = encoding.sized_by[1]
+            if before in worker.forms.get(self.model.name, ()) and self.takes(before):
+                return before
         form = common_form(worker, self.decoder, self.model.name)
         return pb.ENTRY_FORM_UNSPECIFIED if form is None else form
 
@@ -261,7 +266,7 @@ class Work(ABC):
             priority=self._priority,
             fairness_key=self.tenant,
             reader_arena_id=self.decoder.reach.arena,
-            form=self.form_of(worker),
+            form=self.form_of(worker, encoding),
         )
 
     def on_probed(self, encoding: Encoding) -> None:

@@ -51,7 +51,7 @@ async def reads(client: AsyncClient, which: int) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("by", ["SIGSEGV", "SIGKILL"])
+@pytest.mark.parametrize("by", [pytest.param("SIGSEGV", marks=pytest.mark.chaos), "SIGKILL"])
 async def test_m5_m7_a_picture_that_ends_encoders_is_tried_twice_and_refused_and_not_tried_again(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

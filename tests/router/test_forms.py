@@ -26,10 +26,11 @@ REQUEST = question("Read the digits.", video(CLIP.path.read_bytes()))
 class Changing(MeddledFleet):
     """Its decoder takes one form at first, and another when it is asked for again."""
 
-    def __init__(self, service: LocalService, *forms: Form) -> None:
+    def __init__(self, service: LocalService, *forms: Form | tuple[Form, ...], forgets: bool = False) -> None:
         super().__init__(service, decoder=self._breaks)
         self._service = service
-        self._forms = list(forms)
+        self._forms = [form if isinstance(form, tuple) else (form,) for form in forms]
+        self._forgets = forgets
 
     @staticmethod
     def _breaks(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) -> bool:
@@ -40,7 +41,9 @@ class Changing(MeddledFleet):
     async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
         given = await super().decoder(model, keys=keys)
         self._service.decoder.flush()  # another one holds nothing
-        self._service.decoder.forms = forms = (self._forms.pop(0),)
+        if self._forgets:
+            await self._service.store.flush()
+        self._service.decoder.forms = forms = self._forms.pop(0)
         given.forms = {model.name: [form_code(form) for form in forms]}
         return given
 
@@ -63,6 +66,15 @@ async def test_what_was_announced_in_a_form_that_the_next_decoder_does_not_take_
         assert wanted[0] == form_code(Form.CROSS_KV) and set(wanted[1:]) == {form_code(Form.CROSS_KV_INT8)}
         assert service.encoder.counts.encoded_units == 2 * len(CLIP.digits)
         await forget(service)
+
+
+async def test_units_that_are_gone_are_made_again_in_their_form_for_whoever_takes_it() -> None:
+    async with running() as service:
+        fleet = Changing(service, Form.CROSS_KV, (Form.CROSS_KV_INT8, Form.CROSS_KV), forgets=True)
+        assert (await answer(fleet, REQUEST)).text == CLIP.answer
+        assert fleet.encoders is not None
+        forms = [opened.form for opened in fleet.encoders.opened]
+        assert len(forms) > 1 and set(forms) == {form_code(Form.CROSS_KV)}
 
 
 async def test_keys_of_a_known_medium_are_those_of_one_form_and_say_nothing_to_a_decoder_of_another() -> None:

@@ -134,13 +134,29 @@ async def test_who_leaves_or_fails_stays_a_suspect_and_who_waits_in_vain_leaves_
     assert not last.lost() and quarantine.suspects == 2
 
 
-async def test_a_loss_after_a_trial_was_passed_is_a_first_one_again() -> None:
+async def test_who_loses_a_worker_after_it_got_through_is_hurt_and_no_suspect() -> None:
     quarantine = Quarantine()
     for _ in range(3):
         trial = quarantine.trial(POISON, Place())
         await trial.begin()
         trial.passed()
-        assert not trial.lost() and quarantine.suspected(POISON)
+        assert not trial.lost() and not quarantine.suspected(POISON)
+
+
+async def test_who_was_hurt_and_then_ends_a_worker_alone_is_convicted_and_beside_others_a_suspect() -> None:
+    for beside, convicted in ((False, True), (True, False)):
+        quarantine, place = Quarantine(), Place()
+        hurt = quarantine.trial(POISON, Place())
+        await hurt.begin()
+        hurt.passed()
+        hurt.lost()
+        other = quarantine.trial(INNOCENTS[0], place)
+        if beside:
+            await other.begin()
+        again = quarantine.trial(POISON, place)
+        await again.begin()
+        assert again.lost() is convicted
+        assert quarantine.suspected(POISON) is not convicted
 
 
 def test_what_is_remembered_is_bounded_and_of_one_tenant() -> None:
