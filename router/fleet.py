@@ -252,7 +252,8 @@ class Fleet(Protocol):
         Args:
             keys: what it has in common with others (`choice.affinity_keys`): the one that had those last is preferred.
 
-        Raises Unavailable NO_READY_DECODER, or NO_READY_ENCODER where only that is missing, with a time to try again.
+        Raises Unavailable NO_READY_DECODER, or NO_READY_ENCODER where only that is missing, with a time to try again;
+        MODEL_REPLACED, at once, if only others of the name are left and the model names no text fingerprint.
         """
         ...
 

@@ -30,11 +30,10 @@ async def changed(role: Role, *flags: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-async def test_a_model_is_rolled_out_and_back_under_load_and_who_met_the_last_of_the_old_may_ask_again(
+async def test_a_model_is_rolled_out_and_back_under_load_and_no_question_fails(
     tmp_path: Path,
 ) -> None:
-    """M21: the other one differs in a number, and finds nothing of what the first has encoded. A question that was
-    given to a model whose last worker then ended is refused for now; every other one is answered."""
+    """M21: the other one differs in a number, and finds nothing of what the first has encoded."""
     told: list[Generation] = []
     refused: list[Unavailable] = []
     over = asyncio.Event()
@@ -80,7 +79,6 @@ async def test_a_model_is_rolled_out_and_back_under_load_and_who_met_the_last_of
                 over.set()
                 outcomes = await asyncio.gather(*asking, return_exceptions=True)
             assert not any(outcomes), outcomes
-            assert all(error.retry_after is not None for error in refused)
-            assert len(refused) <= 2 * CLIENTS, "once each, at either of the two moments"
+            assert not refused, "whoever was told nothing comes again, and is given to the other"
             assert all(answer.text for answer in told) and len(told) >= 4 * CLIENTS
         await served.settled(seconds=45)

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -172,6 +173,26 @@ async def test_workers_that_do_not_fit_are_no_pair(fleet_of: FleetOf, other: dic
         with pytest.raises(Unavailable) as caught:
             await fleet.decoder(Served("m", PRINT, "f", 7, 3))
         assert caught.value.reason == "NO_READY_ENCODER" and caught.value.retryable
+
+
+async def test_of_a_model_that_was_replaced_who_was_told_nothing_hears_so_at_once_and_others_wait(
+    fleet_of: FleetOf,
+) -> None:
+    new = bytes(reversed(PRINT))
+    async with (
+        serving(Encoder(fingerprint=new)) as e,
+        serving(Decoder(fingerprint=new)) as d,
+        fleet_of([e], [d], patience=0.3) as fleet,
+    ):
+        chosen = await fleet.decoder(await known(fleet))
+        old = Served("m", PRINT, "f", 7, 3)
+        for ask in (fleet.decoder(old), fleet.encoder(old, chosen, hint=b"")):
+            with pytest.raises(Unavailable) as caught:
+                await ask
+            assert caught.value.reason == "MODEL_REPLACED" and caught.value.retryable
+        with pytest.raises(Unavailable) as caught:
+            await fleet.decoder(replace(old, text_fingerprint=bytes(32)))
+        assert caught.value.reason == "NO_READY_DECODER"
 
 
 async def test_workers_without_a_common_form_are_told_of_once(
