@@ -102,7 +102,10 @@ class MemberFleet:
 
         def choose() -> DecoderWorker | None:
             found = [worker for worker in decoders() if self._encoders_of(model, worker)]
-            return choose_decoder(found, keys, self._affinity) or self._nobody(model)
+            chosen = choose_decoder(found, keys, self._affinity)
+            if chosen is None:
+                self._check_replaced(model)
+            return chosen
 
         return await self._wait_for(
             choose, lambda: _missing("encoder" if decoders() else "decoder", model), model=model.name
@@ -113,11 +116,14 @@ class MemberFleet:
 
     async def encoder(self, model: Served, decoder: DecoderWorker, *, hint: bytes, rank: int = 0) -> EncoderWorker:
         def choose() -> EncoderWorker | None:
-            return choose_encoder(self._encoders_of(model, decoder), hint, rank) or self._nobody(model)
+            chosen = choose_encoder(self._encoders_of(model, decoder), hint, rank)
+            if chosen is None:
+                self._check_replaced(model)
+            return chosen
 
         return await self._wait_for(choose, lambda: _missing("encoder", model), model=model.name)
 
-    def _nobody(self, model: Served) -> None:
+    def _check_replaced(self, model: Served) -> None:
         """Raises Unavailable MODEL_REPLACED if only others by the name of a model are left, of which nobody was told a
         token: one that comes again is given to those."""
         there = self._pairs().get(model.name)

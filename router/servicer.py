@@ -135,26 +135,33 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                     said["resumes"] = resumed.label
                     model = replace(model, fingerprint=resumed.fingerprint)  # there may be several under one name
                 async with self._sources(request, tenant, deadline) as sources:
-                    work = Coordinator(
-                        request,
-                        sources,
-                        self.fleet,
-                        model,
-                        tenant_root=tenant.root,
-                        tenant=tenant.name,
-                        deadline=deadline,
-                        spread=self.limits.spread,
-                        resumed=resumed,
-                        patience=self.limits.slow_seconds,
-                        quarantine=self.quarantine,
-                    )
-                    said["request"] = work.id.hex()
-                    with self._counted(work, said):
-                        async with aclosing(work.run()) as events:
-                            async for event in events:
-                                admitted.began()
-                                telling(event)
-                                yield event
+                    while True:
+                        work = Coordinator(
+                            request,
+                            sources,
+                            self.fleet,
+                            model,
+                            tenant_root=tenant.root,
+                            tenant=tenant.name,
+                            deadline=deadline,
+                            spread=self.limits.spread,
+                            resumed=resumed,
+                            patience=self.limits.slow_seconds,
+                            quarantine=self.quarantine,
+                        )
+                        said["request"] = work.id.hex()
+                        try:
+                            with self._counted(work, said):
+                                async with aclosing(work.run()) as events:
+                                    async for event in events:
+                                        admitted.began()
+                                        telling(event)
+                                        yield event
+                            return
+                        except Unavailable as error:
+                            if error.reason != "MODEL_REPLACED":
+                                raise
+                            model = await self._find(request.model, deadline)  # its client has heard nothing yet
 
     async def estimate(
         self,
