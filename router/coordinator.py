@@ -145,6 +145,11 @@ class Coordinator(Work):
             medium.accounted.set()  # nobody waits for what will not come
 
     @property
+    def begun(self) -> bool:
+        """Its client was told that the answer begins."""
+        return self._began
+
+    @property
     def patient(self) -> bool:
         return self._basis.known  # its client has the beginning of an answer, and nobody else can give it the rest
 

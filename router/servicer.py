@@ -159,9 +159,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                                         yield event
                             return
                         except Unavailable as error:
-                            if error.reason != "MODEL_REPLACED":
+                            # Who has heard of an answer, now or from another router, is given no other model's.
+                            if error.reason != "MODEL_REPLACED" or work.begun or resumed is not None:
                                 raise
-                            model = await self._find(request.model, deadline)  # its client has heard nothing yet
+                            model = await self._find(request.model, deadline)
+                            check_fits(request, model.context_limit)
 
     async def estimate(
         self,

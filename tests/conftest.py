@@ -1,4 +1,4 @@
-"""What every test is given, and the one reason for which a test may be skipped: a machine without CUDA."""
+"""What every test is given. A test is skipped only where it names what the machine lacks: CUDA, or what an injector takes."""
 
 from __future__ import annotations
 
