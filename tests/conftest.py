@@ -1,4 +1,4 @@
-"""What every test is given. A test is skipped only where it names what the machine lacks: CUDA, or what an injector takes."""
+"""What every test is given. One is skipped only where it names what the machine lacks: CUDA, or what a fault takes."""
 
 from __future__ import annotations
 
