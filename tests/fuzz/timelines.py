@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -471,22 +472,34 @@ async def _system(scene: Scene) -> AsyncIterator[Halves]:
         yield system
 
 
-def examine(settings: hypothesis.settings) -> None:
-    """Plays as many examples as the settings say."""
+AT_A_TIME = 10
+"""Examples of one run: behind its tenth Hypothesis goes on with what differs little from those that it has."""
 
-    @settings
+SETTINGS = hypothesis.settings(
+    max_examples=AT_A_TIME,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+
+
+def examine(
+    runs: int, *, seed: int | None = None, phases: Collection[hypothesis.Phase] = tuple(hypothesis.Phase)
+) -> None:
+    """Plays the examples of so many runs: those that the seed stands for, or any."""
+    first = random.randrange(2**32) if seed is None else seed
+    for number in range(runs):
+        _examine_run(first + number, phases)
+
+
+def _examine_run(seed: int, phases: Collection[hypothesis.Phase]) -> None:
+    @hypothesis.seed(seed)
+    @hypothesis.settings(SETTINGS, phases=phases)
     @given(scenes())
     def any_scene(scene: Scene) -> None:
         asyncio.run(play(scene))
 
     any_scene()
-
-
-SETTINGS = hypothesis.settings(
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)
 
 
 def main() -> None:
@@ -496,7 +509,7 @@ def main() -> None:
     while time.monotonic() < ends:
         minute = time.monotonic() + 60
         while time.monotonic() < min(minute, ends):
-            examine(hypothesis.settings(SETTINGS, max_examples=20))
+            examine(1)
         sys.stdout.write(f"{dict(counts)}\n")
         sys.stdout.flush()
 

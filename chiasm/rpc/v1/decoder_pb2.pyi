@@ -599,7 +599,8 @@ class DecodeAdmitted(_message.Message):
     """Bounds prompt and output together."""
     prompt_digest: _builtins.bytes
     """Holds BLAKE3 of the token ids of the prompt as it is laid so far, each as 4 bytes, the lowest first; 32 bytes. It is
-    that of Started unless a medium came to fewer units than it was sized to. A resumed timeline must have the same.
+    that of Started unless a medium came to fewer units than it was sized to. A resumed timeline must have the same. An
+    estimate, which lays nothing, leaves it out.
     """
     fits_with: _builtins.str
     """Says what would make it fit, for example `max_frames=38` on every video. With SAMPLE_MODE_ESTIMATE only. Empty when
