@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import settings
 
 # The machines are shared: an example that was slow this time says nothing.
 settings.register_profile("chiasm", deadline=None)
 settings.load_profile("chiasm")
+
+# A shell that runs the suite in the background has it ignore Ctrl-C, and what it starts would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
