@@ -70,7 +70,7 @@ class Growing:
         """From pixels to attached."""
         service, slot, lease = self._service, self._frames, Lease.of(60)
         self._frames += 1
-        announced = await service.encoder.announce(rgb, self._plan, root=ROOT, lease=lease)
+        announced = await service.encoder.announce([rgb], self._plan, root=ROOT, lease=lease)
         entry = wire.announce(announced.contract, announced.place)
         entry.lease.lease_id = lease.id
         sized = dpb.DecodeSized(slot=slot, revision=1, final=True)

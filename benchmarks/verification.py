@@ -59,7 +59,7 @@ def measure(frames: int, rounds: int) -> dict[str, object]:
     for parameter in cast(nn.Module, half).parameters():
         parameter.requires_grad_(False)
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
-    pixels = [torch.randint(0, 256, (3, GRID[0] * PATCH, GRID[1] * PATCH), dtype=torch.uint8) for _ in range(frames)]
+    pixels = [torch.randint(0, 256, (1, 3, GRID[0] * PATCH, GRID[1] * PATCH), dtype=torch.uint8) for _ in range(frames)]
     spent: dict[str, list[float]] = {part: [] for part in ("encode", "seal", "put", "get", "open")}
 
     def timed(part: str, began: float) -> float:

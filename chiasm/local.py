@@ -58,7 +58,7 @@ class LocalSettings:
         max_patches: of one pass through the vision tower; a frame of more is refused.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
-        form: in which entries pass through the store.
+        form: in which entries pass through the store; by default the plainest that the model has.
     """
 
     device: str = "cpu"
@@ -73,7 +73,7 @@ class LocalSettings:
     max_patches: int = MAX_PATCHES
     attention: AttentionName = "auto"
     deterministic: bool = False
-    form: Form = Form.CROSS_KV
+    form: Form | None = None
 
 
 class _Encoder:
@@ -171,7 +171,8 @@ class LocalService:
         dtype = settings.dtype or (torch.float32 if device.type == "cpu" else None)
         fingerprint = model.checkpoint.fingerprint
         workers = secrets.token_bytes(32)
-        decoder_half = model.decoder(device=device, dtype=dtype, projects=settings.form is Form.STATES)
+        projects = settings.form is Form.STATES and not model.entry_shape.overlaid
+        decoder_half = model.decoder(device=device, dtype=dtype, projects=projects)
         text, visual = pool_tokens(
             decoder_half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
         )

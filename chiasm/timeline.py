@@ -293,6 +293,18 @@ class Timeline:
         made[seeing, 1] = edges[visible[seeing] - low]
         return made
 
+    def overlaid(self, start: int, stop: int) -> npt.NDArray[np.int64] | None:
+        """(rows,) for units that lie over their placeholders, token by token: the vision token over each row, -1 over
+        ordinary ones. None where all are ordinary."""
+        if not self._units or start >= self._units.ends[-1]:
+            return None
+        made = np.full(max(stop - start, 0), -1, dtype=np.int64)
+        for part in self._stretches(start, stop):
+            if part.unit is not None:
+                shift = self._units.firsts[part.unit] - self._units.indices[part.unit]
+                made[part.start - start : part.stop - start] = np.arange(part.start + shift, part.stop + shift)
+        return made if (made >= 0).any() else None
+
     def row_bytes(self, start: int, stop: int) -> bytes:
         """Everything about rows [start, stop) but which units they are among: ids, positions, units complete, units
         dropped. Six columns of `stop - start` integers, eight bytes each."""

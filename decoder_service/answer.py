@@ -197,7 +197,7 @@ class Answer:
         self._prompt_rows = row  # a medium that ended early has left fewer than were admitted
         if self._number:
             return  # the first sequence has told what they share
-        frames = [self._frame(unit) for unit in timeline.units]
+        frames = [frame for unit in timeline.units for frame in self._frames(unit)]
         visible = timeline.visible().tolist() if self._open.prompt_visibility else []
         self._tell(
             started=pb.Started(
@@ -209,19 +209,23 @@ class Answer:
             )
         )
 
-    def _frame(self, unit: LaidUnit) -> pb.TimelineFrame:
-        sized = self._sequence.sized(unit.name.slot)
+    def _frames(self, unit: LaidUnit) -> list[pb.TimelineFrame]:
+        slot, number = unit.name
+        sized = self._sequence.sized(slot)
         assert sized is not None, "a laid unit was sized"
-        rows, columns = sized.grids[unit.name.unit]
-        return pb.TimelineFrame(
-            slot=unit.name.slot,
-            index=unit.name.unit,
-            unit=unit.name.unit,
-            frame_offset=self._offset(unit),
-            grid=pb.Grid(t=1, h=rows, w=columns),
-            tokens=unit.layout.vision_tokens,
-            at_index=unit.index,
-        )
+        rows, columns = sized.grids[number]
+        return [
+            pb.TimelineFrame(
+                slot=slot,
+                index=number * sized.span + at,
+                unit=number,
+                frame_offset=self._offset(slot, seconds),
+                grid=pb.Grid(t=1, h=rows, w=columns),
+                tokens=unit.layout.vision_tokens,
+                at_index=unit.end_index - 1,
+            )
+            for at, seconds in enumerate(sized.frames_of(number))
+        ]
 
     def _tell_visible(self) -> None:
         timeline = self._sequence.timeline
@@ -238,17 +242,19 @@ class Answer:
                 first=seen[0],
                 count=seen[1],
                 last=None if last is None else pb.UnitRef(slot=last.name.slot, unit=last.name.unit),
-                visible_until_offset=None if last is None else self._offset(last),
+                visible_until_offset=None if last is None else self._shown_until(last),
             )
         )
 
-    def _offset(self, unit: LaidUnit) -> Duration | None:
-        """When a unit is shown in its medium; None for an image, which has no time."""
-        kinds = {slot.slot: slot.kind for slot in self._open.slots}
+    def _shown_until(self, unit: LaidUnit) -> Duration | None:
+        """When the last frame of a unit is shown."""
         sized = self._sequence.sized(unit.name.slot)
-        if sized is None or kinds.get(unit.name.slot) == pb.MEDIA_KIND_IMAGE:
-            return None
-        return to_duration(sized.offsets[unit.name.unit])
+        return None if sized is None else self._offset(unit.name.slot, sized.frames_of(unit.name.unit)[-1])
+
+    def _offset(self, slot: int, seconds: float) -> Duration | None:
+        """When a frame is shown in its medium; None for an image, which has no time."""
+        kinds = {one.slot: one.kind for one in self._open.slots}
+        return None if kinds.get(slot) == pb.MEDIA_KIND_IMAGE else to_duration(seconds)
 
     def _finish(self, reason: pb.FinishReason.ValueType) -> None:
         self.finished = True

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chiasm.attention.backend import Attention
 from chiasm.attention.torch_backend import TorchVarlen
-from chiasm.models.family import DecoderHalf
+from chiasm.models.family import DecoderHalf, Overlay
 
 _numbers = itertools.count()  # operators have names, which are the process's
 
@@ -34,24 +34,38 @@ class Compiled:
     def __init__(self, half: DecoderHalf, *, backend: str | Callable[..., Any] = "inductor") -> None:
         opaque = self._opaque = _Opaque()
 
-        # Two functions, because the compiler counts the kinds of each.
+        # Functions of their own, because the compiler counts the kinds of each.
         def seeing(ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor, logits_at: Tensor) -> Tensor:
             return half.forward(ids_n, positions_3n, sees_n, logits_at, opaque)
 
         def blind(ids_n: Tensor, positions_3n: Tensor, logits_at: Tensor) -> Tensor:
             return half.forward(ids_n, positions_3n, None, logits_at, opaque)
 
+        def overlaid(
+            ids_n: Tensor, positions_3n: Tensor, rows_v: Tensor, features_vw: Tensor, logits_at: Tensor
+        ) -> Tensor:
+            return half.forward(ids_n, positions_3n, None, logits_at, opaque, Overlay(rows_v, features_vw))
+
+        self._overlaid = torch.compile(overlaid, backend=backend, dynamic=True, fullgraph=True)
         self._seeing = torch.compile(seeing, backend=backend, dynamic=True, fullgraph=True)
         self._blind = torch.compile(blind, backend=backend, dynamic=True, fullgraph=True)
 
     def __call__(
-        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        logits_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
     ) -> Tensor:
         self._opaque.attention = attention
         count = len(logits_at)
         if not count:  # what nobody reads the compiler leaves out, and with it what attention writes to the pools
             logits_at = torch.full((1,), len(ids_n) - 1, dtype=logits_at.dtype, device=logits_at.device)
-        if sees_n is None:
+        if overlay is not None:
+            logits = self._overlaid(ids_n, positions_3n, *overlay, logits_at)
+        elif sees_n is None:
             logits = self._blind(ids_n, positions_3n, logits_at)
         else:
             logits = self._seeing(ids_n, positions_3n, sees_n, logits_at)

@@ -55,10 +55,10 @@ def make_forward(
             raise SettingsError(
                 "results that depend on no other row are not compiled", "--deterministic", "leave out --compile"
             )
-        return FixedRows(half, make(attention, pools, heads=half.heads, deterministic=True))
+        return FixedRows(half, make(attention, pools, heads=half.heads, deterministic=True), pools.features)
     compute = Compiled(half) if compiled else half.forward
     chosen = make(attention, pools, heads=half.heads, fixed_rows=graph_rows)
-    eager = EagerForward(half.device, compute, chosen)
+    eager = EagerForward(half.device, compute, chosen, pools.features)
     if not graph_rows or not isinstance(chosen, FlashInferAttention):
         return eager
     return GraphForward(half, compute, eager, chosen.fixed(graph_rows), CudaDevice(half.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from chiasm.chat_template import Piece, Slot, Turn
@@ -164,14 +165,20 @@ def sized_slot(
     """
     if not sized.units:
         raise InvalidRequest("NO_FRAMES", "a medium has no units")
-    offsets = array("d", (to_seconds(unit.frames[0].frame_offset) if unit.frames else 0.0 for unit in sized.units))
+    span = max(len(unit.frames) for unit in sized.units)
+    if any(len(unit.frames) != span for unit in sized.units[:-1]) or not sized.units[-1].frames:
+        raise InvalidRequest("UPLOAD_PROTOCOL", "units but the last are of unlike numbers of frames, or one is of none")
+    offsets = array("d", (to_seconds(frame.frame_offset) for unit in sized.units for frame in unit.frames))
+    grids = _grids(sized.units)
+    slot = SizedSlot((), grids, offsets, sized.final, span)
+    times = [slot.time_of(unit) for unit in range(len(grids))]
     if written is not None:
         pieces = written.pieces
     elif kind == pb.MEDIA_KIND_FRAME:
-        before, after = family.frame(offsets[0])
+        before, after = family.frame(times[0])
         pieces = [before, 0, after]
     else:
-        pieces = family.medium("video" if kind == pb.MEDIA_KIND_VIDEO else "image", offsets)
+        pieces = family.medium("video" if kind == pb.MEDIA_KIND_VIDEO else "image", times)
     laid = [piece for piece in pieces if isinstance(piece, int)]
     if laid != list(range(len(sized.units))):
         raise InvalidRequest(
@@ -179,9 +186,13 @@ def sized_slot(
             f"{len(sized.units)} units came where {len(laid)} are laid",
             facts={"placeholders": len(laid), "media": len(sized.units)},
         )
-    same: dict[Grid, Grid] = {}  # a video's grids are mostly equal: one object serves them all
-    grids = [same.setdefault(grid, grid) for grid in ((unit.grid.h, unit.grid.w) for unit in sized.units)]
-    return SizedSlot(PackedPieces(pieces), grids, offsets, sized.final)
+    return replace(slot, pieces=PackedPieces(pieces))
+
+
+def _grids(units: Iterable[pb.Unit]) -> list[Grid]:
+    """Of each. A video's are mostly equal: one object serves them all."""
+    same: dict[Grid, Grid] = {}
+    return [same.setdefault(grid, grid) for grid in ((unit.grid.h, unit.grid.w) for unit in units)]
 
 
 def check_slots(pieces: Iterable[Piece], slots: Sequence[dpb.Slot]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chiasm.attention.backend import Step
 from chiasm.attention.choose import AttentionName
-from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools
+from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools, Run
 from chiasm.cache.form import Form
 from chiasm.models.family import DecoderHalf, Processor
 from chiasm.models.forms import CODECS
@@ -36,13 +36,14 @@ class Work(NamedTuple):
 
 
 def token_bytes(half: DecoderHalf) -> tuple[int, int]:
-    """Bytes of one text token in the self pool, and of one visual token in the cross pool."""
-    per_layer = 2 * half.kv_heads * half.head_dim * half.dtype.itemsize
-    return half.self_layers * per_layer, half.entry_shape.layers * per_layer
+    """Bytes of one text token in the self pool, and of one visual token in the visual pool."""
+    per_layer, shape = 2 * half.kv_heads * half.head_dim * half.dtype.itemsize, half.entry_shape
+    visual = shape.hidden * half.dtype.itemsize if shape.overlaid else shape.layers * per_layer
+    return half.self_layers * per_layer, visual
 
 
 def pool_tokens(half: DecoderHalf, *, text: int | None, visual: int | None, most_bytes: int) -> tuple[int, int]:
-    """Tokens of the self pool and of the cross pool: those asked for, else four contexts within `most_bytes` each."""
+    """Tokens of the self pool and of the visual pool: those asked for, else four contexts within `most_bytes` each."""
     wanted = 4 * half.max_positions
     per_text, per_visual = token_bytes(half)
     return text or min(wanted, most_bytes // per_text), visual or min(wanted, most_bytes // per_visual)
@@ -53,7 +54,7 @@ class DecoderEngine:
 
     Args:
         text_tokens: what the self pool holds, over all sequences.
-        visual_tokens: what the cross pool holds.
+        visual_tokens: what the pool of keys and values, or of features, of visual tokens holds.
         page_size: text tokens of a page.
         attention: raises SettingsError for `flashinfer` where that cannot serve.
         graph_rows: the most rows of a step that may be a CUDA graph (`computing.make_forward`); 0 for none.
@@ -97,6 +98,7 @@ class DecoderEngine:
             head_dim=half.head_dim,
             device=half.device,
             dtype=half.dtype,
+            feature_width=half.entry_shape.hidden if half.entry_shape.overlaid else 0,
             spare=graph_rows > 0,
         )
         self._forward = forward(
@@ -114,12 +116,13 @@ class DecoderEngine:
         Args:
             domain: within which it shares what it holds (`prefix.domain_of`); None for one that shares nothing.
         """
-        return DecodeSequence(self.processor.unit_layout, Chain(domain, self.pages.page_size))
+        chain, overlaid = Chain(domain, self.pages.page_size), self.half.entry_shape.overlaid
+        return DecodeSequence(self.processor.unit_layout, chain, overlaid=overlaid)
 
     @torch.inference_mode()
     def attach(self, sequence: DecodeSequence, name: UnitName, payload: Tensor, form: Form = Form.CROSS_KV) -> None:
-        """Makes keys and values of a laid unit's entry, rotates the keys to its place and copies them into the cross
-        pool, unless they are there.
+        """Makes of a laid unit's entry what the steps read, and copies it into the visual pool, unless it is there:
+        keys and values, the keys rotated to its place, or the features that lie over its placeholders.
 
         Args:
             payload: of the entry, verified, as its form has it.
@@ -135,14 +138,13 @@ class DecoderEngine:
             assert tuple(payload.shape) == expected, f"{tuple(payload.shape)} is attached where {expected} is laid"
         if self.holdings.hold_unit(sequence, name):
             return  # another has attached it meanwhile
-        positions = torch.from_numpy(self.processor.key_steps(sized.grids[name.unit]) + unit.start)
         with self.holdings.filling(sequence, name, length) as runs:
             entry = CODECS[form].decode(payload.to(self.half.device), self.half, length)
-            placed = self.half.place(entry, positions)
-            at = 0
-            for run in runs:
-                self.pools.cross_kv[:, :, :, run.start : sum(run)] = placed[:, :, :, at : at + run.length]
-                at += run.length
+            if self.half.entry_shape.overlaid:
+                _fill(self.pools.features, 0, runs, entry)
+            else:
+                positions = torch.from_numpy(self.processor.key_steps(sized.grids[name.unit]) + unit.start)
+                _fill(self.pools.cross_kv, 3, runs, self.half.place(entry, positions))
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Work]) -> list[Tensor]:
@@ -167,6 +169,14 @@ class DecoderEngine:
     def release(self, sequence: DecodeSequence) -> None:
         """Gives back everything a sequence holds. May be called twice. Not while it is in a step."""
         self.holdings.release(sequence)
+
+
+def _fill(pool: Tensor, axis: int, runs: Sequence[Run], tokens: Tensor) -> None:
+    """Copies tokens into the slots of a pool, which are numbered along an axis of both."""
+    at = 0
+    for run in runs:
+        pool.narrow(axis, run.start, run.length).copy_(tokens.narrow(axis, at, run.length))
+        at += run.length
 
 
 def _rows(batch: Sequence[Work]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -98,10 +98,10 @@ class PromptParts:
         medium = self.media[slot]
         grids = medium.sized.grids
         pieces: Iterable[Sequence[int] | int] = medium.sized.pieces
-        if most is not None and medium.framed is not None and len(grids) > most:
-            kept = spread(len(grids), most)
+        if most is not None and medium.framed is not None and len(grids) > (units := -(-most // medium.sized.span)):
+            kept = spread(len(grids), units)
             grids = [grids[i] for i in kept]
-            pieces = medium.framed([medium.sized.offsets[i] for i in kept])
+            pieces = medium.framed([medium.sized.time_of(i) for i in kept])
         total = Needs()
         for piece in pieces:
             if isinstance(piece, int):
@@ -122,7 +122,7 @@ class PromptParts:
             return ""
         if room := limits.room(self.needs(), None):
             return f"max_tokens={room}"
-        thinned = [len(medium.sized.grids) for medium in self.media.values() if medium.framed is not None]
+        thinned = [len(medium.sized.offsets) for medium in self.media.values() if medium.framed is not None]
         fits, fails = 0, max(thinned, default=0)
         while fails - fits > 1:
             most = (fits + fails) // 2

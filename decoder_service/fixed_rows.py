@@ -20,7 +20,7 @@ from chiasm.attention.backend import Attention, SequenceRows, Step
 from chiasm.layers.linear import Linear
 from chiasm.layers.mlp import keep_steady
 from chiasm.models.family import DecoderHalf
-from decoder_service.forward import Ints
+from decoder_service.forward import Ints, overlay_of
 
 SIZES = (16, 32, 64, 128, 256)
 """Rows of a block. Products of 3 rows and fewer, in larger layers of 8 and fewer, give other float32 results than those
@@ -33,6 +33,7 @@ class FixedRows:
 
     Args:
         attention: takes rows beyond those of the step, and its results for a row depend on no other.
+        features: of the pool, that lie over rows.
 
     Raises SettingsError where rows of a block depend on their place in it.
 
@@ -40,7 +41,7 @@ class FixedRows:
         sizes: rows of a block, those of `SIZES` that agree.
     """
 
-    def __init__(self, half: DecoderHalf, attention: Attention) -> None:
+    def __init__(self, half: DecoderHalf, attention: Attention, features: Tensor) -> None:
         assert isinstance(half, nn.Module), "its layers are looked at"
         keep_steady(half)
         linear = [one for one in half.modules() if isinstance(one, nn.Linear)]
@@ -48,10 +49,12 @@ class FixedRows:
         self._linear = [*shapes.values()]
         self._half: DecoderHalf = half
         self._attention = attention
+        self._features = features
         self.sizes = agreeing(SIZES, self._products)
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
         logits = []
+        overlaid = step.overlaid()
         for start, stop, size in blocks(step.rows, self.sizes):
             part = rows_of(step, start, stop)
             # Padding repeats a row; it is stored nowhere and attends to nothing.
@@ -67,6 +70,7 @@ class FixedRows:
                 torch.from_numpy(seen).to(device) if seen.any() else None,
                 torch.tensor(padded, dtype=torch.long, device=device),
                 self._attention,
+                overlay_of(None if overlaid is None else overlaid[at], self._features),
             )
             logits.append(some[: len(here)])
         made = torch.cat(logits)
@@ -136,6 +140,8 @@ def rows_of(step: Step, start: int, stop: int) -> Step:
     for one in step.sequences:
         low, high = max(start - at, 0), min(stop - at, one.rows)
         if low < high:
-            parts.append(SequenceRows(one.start + low, high - low, one.pages, one.boundaries[low:high], one.extents))
+            over = None if one.overlaid is None else one.overlaid[low:high]
+            spans = one.boundaries[low:high]
+            parts.append(SequenceRows(one.start + low, high - low, one.pages, spans, one.extents, over))
         at += one.rows
     return Step(parts)

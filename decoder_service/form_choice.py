@@ -12,6 +12,7 @@ from chiasm.errors import Overloaded
 from chiasm.models import shipping
 from chiasm.models.loading import Crossing
 from chiasm.models.registry import Model
+from chiasm.settings import SettingsError
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +26,17 @@ async def form_for(
         kept: where entries come from.
         dtype: in which the model is computed.
     """
+    shape = model.entry_shape
     if wanted != "auto":
         form = form_named(wanted)
+        if form not in shape.forms:
+            made = ", ".join(one.label for one in shape.forms)
+            raise SettingsError(f"entries of this model are {made}", "--forms", "leave it out")
         _tell(form, "settings")
         return form
-    shape = model.entry_shape
+    if shape.overlaid:
+        _tell(Form.STATES, "laid over placeholders")
+        return Form.STATES
     if not model.can_project:
         _tell(Form.CROSS_KV, "no projections in this folder")
     elif shipping.break_even(shape, dtype, 1.0) <= 0:

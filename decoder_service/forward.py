@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Attention, Step
+from chiasm.models.family import Overlay
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,17 +41,45 @@ class Compute(Protocol):
     """`DecoderHalf.forward`, or what gives the same."""
 
     def __call__(
-        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        logits_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
     ) -> Tensor: ...
 
 
-class EagerForward:
-    """`Forward` of any step: the host launches what the step needs."""
+def overlay_of(slots: Ints | None, features: Tensor | None) -> Overlay | None:
+    """What lies over the rows of a step. None where nothing does.
 
-    def __init__(self, device: torch.device, compute: Compute, attention: Attention) -> None:
+    Args:
+        slots: (rows,), as `Step.overlaid`.
+        features: of the pool.
+    """
+    rows = np.empty(0, dtype=np.int64) if slots is None else np.flatnonzero(slots >= 0)
+    if slots is None or not len(rows):
+        return None
+    assert features is not None, "nothing lies over the rows of this model"
+    device = features.device
+    return Overlay(torch.from_numpy(rows).to(device), features[torch.from_numpy(slots[rows]).to(device)])
+
+
+class EagerForward:
+    """`Forward` of any step: the host launches what the step needs.
+
+    Args:
+        features: of the pool, that lie over rows; None where nothing does.
+    """
+
+    def __init__(
+        self, device: torch.device, compute: Compute, attention: Attention, features: Tensor | None = None
+    ) -> None:
         self._device = device
         self._compute = compute
         self._attention = attention
+        self._features = features
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
         sees = step.sees()
@@ -62,6 +91,7 @@ class EagerForward:
             torch.from_numpy(sees).to(device) if sees.any() else None,
             torch.tensor(wanted, dtype=torch.long, device=device),
             self._attention,
+            overlay_of(step.overlaid(), self._features),
         )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

@@ -82,7 +82,8 @@ class GraphForward:
     def _takes(self, step: Step, wanted: Sequence[int]) -> bool:
         count = len(step.sequences)
         return (
-            0 < count <= self._buckets[-1]
+            all(sequence.overlaid is None for sequence in step.sequences)
+            and 0 < count <= self._buckets[-1]
             and all(sequence.rows == 1 for sequence in step.sequences)
             and len(wanted) == count
             and self._attention.fits(step)

@@ -6,7 +6,7 @@ It knows no entry, no room and no token that is drawn.
 from __future__ import annotations
 
 from chiasm.chat_template import Piece, Slot
-from chiasm.errors import InvalidRequest
+from chiasm.errors import InvalidRequest, Unsupported
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service import convert
@@ -60,7 +60,10 @@ class Growth:
             raise InvalidRequest("PLACEHOLDER_MISMATCH", "what is appended names no turn and no slot of its own")
 
     def drop(self, drop: dpb.DecodeDrop) -> None:
-        """Raises InvalidRequest UPLOAD_PROTOCOL for one out of order, or that hides what is not laid."""
+        """Raises InvalidRequest UPLOAD_PROTOCOL for one out of order, or that hides what is not laid, Unsupported where
+        units are part of the text: what is behind them was computed from them."""
+        if self._model.engine.half.entry_shape.overlaid:
+            raise Unsupported("FEATURE_DISABLED", "this model cannot forget frames", facts={"field": "drop"})
         self._lay(drop.event, Drop(drop.first_visible))
 
     def _lay(self, event: int, piece: Piece | Drop) -> None:

@@ -18,14 +18,25 @@ class SizedSlot:
     Attributes:
         pieces: token ids around the units, and unit numbers where they lie (`Prompt.medium`).
         grids: patches of each unit.
-        offsets: seconds at which each unit is shown.
+        offsets: seconds at which each frame is shown.
         final: they will not change any more.
+        span: frames of each unit; the last has what is left.
     """
 
     pieces: Iterable[Sequence[int] | int]
     grids: Sequence[tuple[int, int]]
     offsets: Sequence[float]
     final: bool
+    span: int = 1
+
+    def frames_of(self, unit: int) -> Sequence[float]:
+        """Seconds at which the frames of a unit are shown."""
+        return self.offsets[unit * self.span : (unit + 1) * self.span]
+
+    def time_of(self, unit: int) -> float:
+        """Seconds at which a unit is shown: the mean of its frames' times."""
+        frames = self.frames_of(unit)
+        return sum(frames) / len(frames)
 
 
 class Drop(NamedTuple):

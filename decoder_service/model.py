@@ -60,7 +60,7 @@ class DecoderModel:
         fingerprint, text_fingerprint: of the checkpoint, as `Checkpoint` has them.
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_rows, max_units, max_running: as `Scheduler` has them.
-        form: of entries that it would have.
+        form: of entries that it would have; by default the plainest that there is.
         step: is told of `attach` and `step`, in the device's thread, before a unit is attached or a step computed
             (`chiasm.failpoints`).
 
@@ -83,12 +83,12 @@ class DecoderModel:
         max_rows: int = MAX_ROWS,
         max_units: int = MAX_UNITS,
         max_running: int | None = None,
-        form: Form = Form.CROSS_KV,
+        form: Form | None = None,
         step: Step = nowhere,
     ) -> None:
         self.engine = engine
         self._reach = step
-        self.forms = attachable(engine.half, form)
+        self.forms = attachable(engine.half, form or engine.half.entry_shape.forms[0])
         self.prompt = prompt
         self.store = store
         self.rejections = Rejections()

@@ -21,6 +21,9 @@ from chiasm.timeline import Timeline, UnitLayout, UnitName, unit_name
 from decoder_service.laid import Drop, Extent, SharedPage, SizedSlot, UnitPlace
 from decoder_service.prefix import Chain
 
+_BLIND = np.zeros((1, 2), dtype=np.int64)
+"""Boundaries of a row that sees no vision token."""
+
 
 class DecodeSequence:
     """A growing timeline and its place in both pools.
@@ -28,6 +31,7 @@ class DecodeSequence:
     Args:
         unit_layout: how the family lays a unit of a grid.
         chain: of its pages; None for a sequence that shares nothing.
+        overlaid: what is attached lies over the placeholders of its unit, instead of being seen by the rows behind it.
 
     Attributes:
         pages: of the self pool, in order. The first of them are `shared`, the rest are its own.
@@ -37,7 +41,13 @@ class DecodeSequence:
         coming: tokens of its answer that are known and will be laid behind its prompt.
     """
 
-    def __init__(self, unit_layout: Callable[[tuple[int, int]], UnitLayout], chain: Chain | None = None) -> None:
+    def __init__(
+        self,
+        unit_layout: Callable[[tuple[int, int]], UnitLayout],
+        chain: Chain | None = None,
+        *,
+        overlaid: bool = False,
+    ) -> None:
         self.timeline = Timeline()
         self.pages: list[int] = []
         self.shared: list[SharedPage] = []
@@ -47,6 +57,7 @@ class DecodeSequence:
         self.coming = 0
         self._chain = chain or Chain(None, 1)
         self._unit_layout = unit_layout
+        self._overlaid = overlaid
         self._pieces: list[Piece | Drop] = []
         self._rows: list[int] = []  # row at which each laid piece begins
         self._slots: dict[int, SizedSlot] = {}
@@ -74,7 +85,8 @@ class DecodeSequence:
 
     def fork(self) -> DecodeSequence:
         """Another sequence with the same prompt, of which nothing is attached or computed yet."""
-        other = DecodeSequence(self._unit_layout, Chain(self._chain.domain, self._chain.page_size))
+        chain = Chain(self._chain.domain, self._chain.page_size)
+        other = DecodeSequence(self._unit_layout, chain, overlaid=self._overlaid)
         other._slots, other._keys = dict(self._slots), dict(self._keys)
         other.extend(self._pieces)
         return other
@@ -258,6 +270,9 @@ class DecodeSequence:
         """The next `count` rows, as a step wants them. `self.pages` must hold them."""
         stop, ready = self.computed + count, self.ready_rows
         assert stop <= ready, f"rows to {stop} are asked for, {ready} are ready"
+        if self._overlaid:
+            blind = _BLIND if count == 1 else np.zeros((count, 2), dtype=np.int64)
+            return SequenceRows(self.computed, count, self.pages, blind, [], self._slots_over(stop))
         known = (len(self.timeline.units), self.timeline.dropped)
         if count == 1 and self._look is not None and self._look[0] == known:
             return SequenceRows(self.computed, 1, self.pages, *self._look[1:])
@@ -269,6 +284,17 @@ class DecodeSequence:
         if count == 1 and stop == len(self.timeline) and self.timeline.dropped_from < stop:
             self._look = known, boundaries, extents  # so does every token that is drawn behind this one
         return SequenceRows(self.computed, count, self.pages, boundaries, extents)
+
+    def _slots_over(self, stop: int) -> npt.NDArray[np.int64] | None:
+        """(rows,) slot whose features lie over each row from the first that is not computed; None where none do."""
+        tokens = self.timeline.overlaid(self.computed, stop)
+        if tokens is None:
+            return None
+        slots = np.full_like(tokens, -1)
+        for first, slot, length in self._runs_within(int(tokens[tokens >= 0].min()), int(tokens.max()) + 1):
+            within = (tokens >= first) & (tokens < first + length)
+            slots[within] = tokens[within] + (slot - first)
+        return slots
 
     def _runs_within(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Vision tokens [first, last), as `SequenceRows.extents`."""

@@ -74,7 +74,7 @@ def _load(
 ) -> tuple[DecoderEngine, str]:
     if device.type == "cpu":
         keep_freed()
-    projects = form is Form.STATES
+    projects = form is Form.STATES and not model.entry_shape.overlaid
     with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total), projects=projects):
         half = model.decoder(device=device, dtype=dtype, projects=projects)
         fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass

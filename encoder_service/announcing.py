@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ AHEAD = 8
 """Units of one call that are in the engine, or done and not told yet, at a time."""
 
 UNRESIZED = 2
-"""Of those, frames that are still as large as they were decoded while another is asked for."""
+"""Of those, units whose frames are still as large as they were decoded while another is asked for."""
 
 
 class _Flying(NamedTuple):
@@ -88,26 +88,26 @@ class Announcing:
         if kind is not None:
             await self._abandon()
 
-    async def start(self, number: int, frame: Rgb) -> None:
-        """Sends a decoded frame, unit `number` of its medium, on its way. Waits while too many are under way."""
+    async def start(self, number: int, frames: Sequence[Rgb]) -> None:
+        """Sends decoded frames, unit `number` of their medium, on their way. Waits while too many are under way."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._flying) < AHEAD)
             lease = Lease.of(self._seconds)
             self._raw += 1
-            self._flying.append(_Flying(number, lease, asyncio.create_task(self._announce(frame, lease))))
+            self._flying.append(_Flying(number, lease, asyncio.create_task(self._announce(frames, lease))))
             self._changed.notify_all()
 
     async def resized(self) -> None:
-        """Waits until another frame may be asked for: few of those that were started are as large as they came."""
+        """Waits until another frame may be asked for: few units that were started are as large as they came."""
         while self._raw >= UNRESIZED:
             self._resized.clear()
             await self._resized.wait()
 
-    async def _announce(self, frame: Rgb, lease: Lease) -> Announced:
+    async def _announce(self, frames: Sequence[Rgb], lease: Lease) -> Announced:
         try:
-            unit = await self._engine.prepare(frame, self._plan, root=self._root, form=self._form)
+            unit = await self._engine.prepare(frames, self._plan, root=self._root, form=self._form)
         finally:
-            del frame
+            del frames
             self._raw -= 1
             self._resized.set()
         return await self._engine.announce_unit(
@@ -137,9 +137,9 @@ class Announcing:
                 self._changed.notify_all()
             yield self._tell(number, announced, lease)
 
-    async def name(self, number: int, frame: Rgb) -> None:
+    async def name(self, number: int, frames: Sequence[Rgb]) -> None:
         """Finds out which entry unit `number` would have, and makes none."""
-        self.keys[number] = (await self._engine.prepare(frame, self._plan, root=self._root, form=self._form)).key
+        self.keys[number] = (await self._engine.prepare(frames, self._plan, root=self._root, form=self._form)).key
 
     async def find(self, number: int, key: EntryKey) -> epb.EncodeReady | None:
         """Tells unit `number`, whose entry has that key, if it is in the store."""

@@ -104,9 +104,9 @@ def sized(
             index=number,
             grid=grid,
             tokens=plan.tokens,
-            frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(offsets[i]))],
+            frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(offsets[i])) for i in of_unit],
         )
-        for number, i in enumerate(indices)
+        for number, of_unit in enumerate(indices[at : at + plan.span] for at in range(0, len(indices), plan.span))
     ]
     return epb.EncodeSized(
         revision=revision,
@@ -121,6 +121,7 @@ def usage(
     plan: MediumPlan, indices: Sequence[int], probed: Probed, decoded: Decoded, kind: pb.MediaKind.ValueType
 ) -> pb.MediaUsage:
     """What became of a medium, but for its slot and what of it was cached."""
+    units = plan.units_of(len(indices))
     altered = [*(["upscaled"] if plan.upscaled else []), *(["truncated"] if decoded.truncated else [])]
     return pb.MediaUsage(
         kind=kind,
@@ -128,13 +129,13 @@ def usage(
         frames_in_file=max(probed.frames_in_file, len(probed.frame_offsets)),
         frames_decoded=decoded.frames,
         frames_used=len(indices),
-        grid=pb.Grid(t=len(indices), h=plan.grid[0], w=plan.grid[1]),
-        tokens=plan.tokens * len(indices),
+        grid=pb.Grid(t=units, h=plan.grid[0], w=plan.grid[1]),
+        tokens=plan.tokens * units,
         source_size=pb.Size(height=probed.height, width=probed.width),
         resized_size=pb.Size(height=plan.height, width=plan.width),
         frame_offsets=[to_duration(probed.frame_offsets[i]) for i in indices] if plan.kind == "video" else [],
         flags=list(dict.fromkeys([*probed.flags, *decoded.flags, *altered])),
-        units=len(indices),
+        units=units,
     )
 
 

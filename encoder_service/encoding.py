@@ -14,8 +14,7 @@ from contextlib import aclosing
 
 from chiasm.cache.form import Form
 from chiasm.errors import InvalidRequest, ServerError
-from chiasm.media.sample import pick
-from chiasm.media.types import Decoded, Frame
+from chiasm.media.types import Decoded, Frame, Rgb
 from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.rpc.times import to_duration, to_seconds
 from chiasm.rpc.turns import Turn
@@ -124,10 +123,11 @@ class Encoding:
         """Decodes the medium to its end, and remembers what became of it; or a part of it, of which the rest is left to
         other calls.
 
-        Units are numbered as their frames come, so that a frame that cannot be decoded leaves no gap; the last
-        `sized` says which frames they are.
+        Frames make up units as they come, so that one that cannot be decoded leaves no gap; the last `sized` says which
+        frames they are.
         """
-        indices = pick(self._material.probed.frame_offsets, self._options, plan.units)
+        offsets = self._material.probed.frame_offsets
+        indices = self._engine.processor.pick(offsets, self._options, plan.frames)
         sized = self._sized(plan, indices, revision=1)
         yield epb.EncodeResponse(sized=sized)
         go = await self._inbox.go()
@@ -139,7 +139,7 @@ class Encoding:
 
             def number(frame: Frame) -> int:
                 came.append(frame.index)
-                return len(came) - 1
+                return plan.units_of(len(came)) - 1
 
             async with aclosing(self._encode(announcing, plan, go, indices, number)) as events:
                 async for event in events:
@@ -185,12 +185,12 @@ class Encoding:
         go = await self._inbox.go()
         began = time.monotonic()
         async with self._announcing(plan, go) as announcing:
-            gone: dict[int, pb.Unit] = {}  # by the index of its frame
+            gone: dict[int, pb.Unit] = {}  # by the index of each of its frames
             for unit in sized.units:
                 if convert.wants(go, unit.index):
                     ready = None if go.afresh else await self._find(announcing, plan, unit)
                     if ready is None:
-                        gone[unit.frames[0].file_index] = unit
+                        gone |= dict.fromkeys((frame.file_index for frame in unit.frames), unit)
                     else:
                         yield epb.EncodeResponse(ready=ready)
             if gone:
@@ -277,7 +277,7 @@ class Encoding:
         How the decoding ended comes last, but for a part of a medium, which has no end.
 
         Args:
-            number: which unit a frame is; asked for each as it comes.
+            number: which unit a frame belongs to; asked for each as it comes. Those of a unit come one after another.
         """
         feeding = asyncio.create_task(self._feed(announcing, plan, go, indices, number))
         try:
@@ -299,10 +299,10 @@ class Encoding:
         indices: Sequence[int],
         number: Callable[[Frame], int],
     ) -> Decoded | None:
-        """Starts a unit for each wanted frame as it comes. Returns how the decoding ended."""
-        cost = self._engine.entry_bytes(plan.tokens, self._form)
+        """Starts each wanted unit as soon as its frames have come. Returns how the decoding ended."""
         enough = max((run.first + run.count for run in go.units), default=0) if go.part else None
         decoded: Decoded | None = None
+        unit, held = 0, list[Rgb]()
         try:
             if not (go.part and go.none):
                 async with aclosing(self._material.decode(indices, self._turn.aside)) as frames:
@@ -310,21 +310,34 @@ class Encoding:
                         if isinstance(frame, Decoded):
                             decoded = frame
                             break
-                        unit = number(frame)
-                        if convert.wants(go, unit):
-                            await self._inbox.spend(cost)
-                            await announcing.start(unit, frame.rgb)
-                            del frame  # it is as large as the picture, and the next may be long in coming
-                            await announcing.resized()
-                        elif not go.part:
-                            await announcing.name(unit, frame.rgb)  # for the memory of the medium
-                        if unit + 1 == enough:
-                            break
+                        before, unit = unit, number(frame)
+                        if unit != before:
+                            await self._give(announcing, plan, go, before, held)
+                        held.append(frame.rgb)
+                        del frame  # it is as large as the picture, and the next may be long in coming
+                        if len(held) == plan.span:
+                            await self._give(announcing, plan, go, unit, held)
+                            if unit + 1 == enough:
+                                break
+                await self._give(announcing, plan, go, unit, held)
             await announcing.end()
         except Exception as error:
             await announcing.end(error)
             raise
         return decoded
+
+    async def _give(
+        self, announcing: Announcing, plan: MediumPlan, go: epb.EncodeGo, unit: int, held: list[Rgb]
+    ) -> None:
+        """Sends the frames of a unit on their way if they are wanted, and keeps none of them."""
+        if held and convert.wants(go, unit):
+            await self._inbox.spend(self._engine.entry_bytes(plan.tokens, self._form))
+            await announcing.start(unit, tuple(held))
+            held.clear()
+            await announcing.resized()
+        elif held and not go.part:
+            await announcing.name(unit, tuple(held))  # for the memory of the medium
+        held.clear()
 
     def _end(self, usage: pb.MediaUsage | None, announcing: Announcing, began: float) -> epb.EncodeResponse:
         self._turn.finish()  # what is left is to wait for the caller, who may need another call to run meanwhile

@@ -60,7 +60,8 @@ class EncoderEngine:
         max_patches, max_units: of one pass through the model. A unit of more patches is refused.
         max_elements: which every tensor of a pass must have fewer than.
         trunk: computes what the half's own would (`device.Device`).
-        forms: of entries that it makes, the one first that is made where nothing else is asked for.
+        forms: of entries that it makes, the one first that is made where nothing else is asked for; by default all that
+            there are of its half.
         step: as of `device.Device`.
     """
 
@@ -76,11 +77,11 @@ class EncoderEngine:
         max_units: int = MAX_UNITS,
         max_elements: int = MAX_ELEMENTS,
         trunk: Trunk | None = None,
-        forms: Sequence[Form] = tuple(Form),
+        forms: Sequence[Form] | None = None,
         step: Step = nowhere,
     ) -> None:
         self.processor = processor
-        self.forms = tuple(forms)
+        self.forms = tuple(half.entry_shape.forms if forms is None else forms)
         self.identity = identity_of(processor, fingerprint=fingerprint, dtype=half.dtype)
         self.identity_digest = self.identity.digest()
         self.counts = EngineCounts()
@@ -142,7 +143,7 @@ class EncoderEngine:
 
     async def announce(
         self,
-        frame: Rgb,
+        frames: Sequence[Rgb],
         plan: MediumPlan,
         *,
         root: bytes,
@@ -152,18 +153,18 @@ class EncoderEngine:
         share: Share | None = None,
         shared: bool = False,
     ) -> Announced:
-        """Makes sure that one frame's entry is in the store, pinned while `lease` lasts: `prepare`, then
+        """Makes sure that the entry of one unit is in the store, pinned while `lease` lasts: `prepare`, then
         `announce_unit`, and as they do."""
-        unit = await self.prepare(frame, plan, root=root, form=form)
+        unit = await self.prepare(frames, plan, root=root, form=form)
         return await self.announce_unit(unit, lease=lease, afresh=afresh, share=share, shared=shared)
 
-    async def prepare(self, frame: Rgb, plan: MediumPlan, *, root: bytes, form: Form | None = None) -> Unit:
-        """A frame resized, and its key.
+    async def prepare(self, frames: Sequence[Rgb], plan: MediumPlan, *, root: bytes, form: Form | None = None) -> Unit:
+        """The frames of a unit resized, and its key.
 
         Args:
-            frame: (height, width, 3) as decoded; it is resized to the plan's size.
+            frames: (height, width, 3) each as decoded; they are resized to the plan's size.
             root: the tenant's root, under which the key is made.
-            form: one of `forms`; by default the first. Of one frame each form is an entry of its own.
+            form: one of `forms`; by default the first. Of one unit each form is an entry of its own.
 
         Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold.
         """
@@ -171,7 +172,7 @@ class EncoderEngine:
         if self._ending:
             raise _ending()
         form = self.forms[0] if form is None else form
-        return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frame, plan, root, form)
+        return await asyncio.get_running_loop().run_in_executor(self.resizing, self._prepare, frames, plan, root, form)
 
     async def announce_unit(
         self,
@@ -325,10 +326,12 @@ class EncoderEngine:
         for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
             await asyncio.to_thread(end)
 
-    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes, form: Form) -> Unit:
-        chw = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
-        pixels = resize(chw, plan.height, plan.width)[0].contiguous()
-        key = unit_key(root, self.identity_digest, plan.grid, [pixels], form=form, dtype=self.half.dtype)
+    def _prepare(self, frames: Sequence[Rgb], plan: MediumPlan, root: bytes, form: Form) -> Unit:
+        resized = [
+            resize(torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0), plan.height, plan.width) for frame in frames
+        ]
+        pixels = torch.cat(resized).contiguous()
+        key = unit_key(root, self.identity_digest, plan.grid, [*pixels], form=form, dtype=self.half.dtype)
         return Unit(key, pixels, plan.grid, form, root)
 
     def contract(self, key: EntryKey, grid: Grid, form: Form) -> Contract:

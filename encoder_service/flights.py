@@ -25,7 +25,7 @@ class Unit(NamedTuple):
     """One unit, ready for the model.
 
     Attributes:
-        pixels: uint8 RGB (3, height, width) as it is encoded.
+        pixels: uint8 RGB (frames, 3, height, width) as it is encoded.
         form: of its entry.
         root: of the tenant, under which the key was made.
     """

@@ -184,7 +184,7 @@ def _fits(remembered: Remembered, plan: MediumPlan) -> bool:
     return all(
         unit.index == number
         and len(unit.key) == _KEY_BYTES
-        and len(unit.frames) == 1
+        and 0 < len(unit.frames) <= plan.span
         and unit.tokens == plan.tokens
         and (unit.grid.t, unit.grid.h, unit.grid.w) == grid
         for number, unit in enumerate(sized.units)

@@ -16,7 +16,7 @@ from chiasm.rpc.process import Process
 from chiasm.rpc.replica import replica
 from chiasm.rpc.turns import Turns
 from chiasm.rpc.v1 import encoder_pb2_grpc
-from chiasm.settings import read_secret
+from chiasm.settings import SettingsError, read_secret
 from encoder_service.engine import EncoderEngine
 from encoder_service.graphs import captured
 from encoder_service.metrics import collector
@@ -30,6 +30,10 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
     secret = read_secret(settings.workers_secret_file)
     async with crossing(settings, step=process.failpoints.within("store")) as kept:
         model, half, trunk, fingerprint = await asyncio.to_thread(_load, settings, process)
+        made = half.entry_shape.forms
+        if not set(settings.offer_forms or ()) <= set(made):
+            labels = ",".join(form.label for form in made)
+            raise SettingsError(f"entries of this model are {labels}", "--offer-forms", "leave it out")
         engine = EncoderEngine(
             half,
             model.processor,

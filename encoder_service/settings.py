@@ -46,10 +46,9 @@ class EncoderSettings(WorkerSettings):
     graph_patches: int = Field(
         default=4096, ge=256, multiple_of=16, description="patches of the largest pass that is a CUDA graph"
     )
-    offer_forms: Annotated[tuple[Form, ...], NoDecode, BeforeValidator(_forms)] = Field(
-        default=tuple(Form),
-        min_length=1,
-        description="forms of entries that decoders may ask for, parted by commas, the default first",
+    offer_forms: Annotated[tuple[Form, ...] | None, NoDecode, BeforeValidator(_forms)] = Field(
+        default=None,
+        description="forms of entries that decoders may ask for, parted by commas, the default first; default: all",
     )
     max_running: int = Field(default=64, ge=1, description="media that are decoded and encoded at a time")
     max_waiting: int = Field(

@@ -37,6 +37,7 @@ class SequenceRows:
         boundaries: (rows, 2) vision tokens [first, last) each new row sees; first == last where it sees none.
         extents: (first vision token, cross-pool slot, length) of each attached unit, in vision order. Sequences that
             look at the same unit may name the same slots: they are then read once for all of them.
+        overlaid: (rows,) slot whose features lie over each new row, -1 for none; None where there are none at all.
     """
 
     start: int
@@ -44,6 +45,7 @@ class SequenceRows:
     pages: Sequence[int]
     boundaries: npt.NDArray[np.int64]
     extents: Sequence[tuple[int, int, int]]
+    overlaid: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,17 @@ class Step:
             return np.zeros(0, dtype=np.bool_)
         spans = np.concatenate([sequence.boundaries for sequence in self.sequences])
         return spans[:, 1] > spans[:, 0]
+
+    def overlaid(self) -> npt.NDArray[np.int64] | None:
+        """(rows,) slot whose features lie over each row, -1 for none; None where there are none at all."""
+        if all(sequence.overlaid is None for sequence in self.sequences):
+            return None
+        return np.concatenate(
+            [
+                np.full(sequence.rows, -1, dtype=np.int64) if sequence.overlaid is None else sequence.overlaid
+                for sequence in self.sequences
+            ]
+        )
 
 
 class Attention(VarlenAttention, Protocol):

@@ -1,8 +1,9 @@
-"""Where a decoder keeps keys and values: two pools, one per kind of attention, with an allocator each.
+"""Where a decoder keeps keys and values, and features that lie over rows: two pools with an allocator each.
 
 Self layers hold text tokens in pages of a few tokens; cross layers hold visual tokens in extents of one unit each,
 since a unit is rarely a multiple of a page. A text token costs memory in the self layers only, a visual token in the
-cross layers only. The allocators count; they know no tensor. The pools hold tensors; they know no request.
+cross layers only; where a unit's features lie over its placeholders, the second pool holds those. The allocators count;
+they know no tensor. The pools hold tensors; they know no request.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Pools:
         self_kv: (self layers, K|V, pages * page_size, kv heads, dim). cross_kv: (cross layers, K|V, kv heads, slots,
         dim), keys rotated: the layout of an entry, so that attaching one is
             a copy and a unit's extent is a view.
+        features: (slots, feature width).
         spare_page, spare_slot: behind what the allocators hand out, for rows that are nobody's; None if there are none.
             The page is written by them and read by nobody else. The slot stays zero, so that attention over it alone
             is zero.
@@ -134,6 +136,7 @@ class Pools:
         head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
+        feature_width: int = 0,
         spare: bool = False,
     ) -> None:
         self.spare_page = pages if spare else None
@@ -143,6 +146,7 @@ class Pools:
         self.page_size = page_size
         self.self_kv: Tensor = torch.empty(self_layers, 2, rows, kv_heads, head_dim, device=device, dtype=dtype)
         self.cross_kv: Tensor = torch.empty(cross_layers, 2, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        self.features: Tensor = torch.empty(slots, feature_width, device=device, dtype=dtype)
         if spare:  # finite before anything is written: what weighs nothing must not be NaN either
             self.self_kv[:, :, pages * page_size :].zero_()
             self.cross_kv[:, :, :, -1].zero_()

@@ -71,20 +71,31 @@ class MediumPlan:
     """What becomes of one medium once the budgets of its request are shared.
 
     Attributes:
-        units: how many units it becomes; for MOSS-VL one per frame used.
+        frames: how many frames are used.
         height, width: pixels after resizing.
         grid: patches of each unit.
         tokens: vision tokens of each unit as the decoder counts them.
         upscaled: the frames are enlarged.
+        span: frames of a unit. The last unit has what is left.
     """
 
     kind: Kind
-    units: int
+    frames: int
     height: int
     width: int
     grid: Grid
     tokens: int
     upscaled: bool
+    span: int = 1
+
+    @property
+    def units(self) -> int:
+        """How many units it becomes."""
+        return self.units_of(self.frames)
+
+    def units_of(self, frames: int) -> int:
+        """How many units so many of its frames become."""
+        return -(-frames // self.span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +103,26 @@ class EntryShape:
     """What entries of this model look like, in every form.
 
     Attributes:
-        layers: that attend to visual tokens.
+        layers: that attend to visual tokens. 0 where an entry's states are laid over the placeholders of its unit.
         heads: of keys and values, in each of those layers.
         dim: width of a head.
-        hidden: width of a visual state, before it is projected to keys and values.
+        hidden: width of a visual state, as it is laid over a placeholder or before it is projected to keys and values.
     """
 
     layers: int
     heads: int
     dim: int
     hidden: int
+
+    @property
+    def overlaid(self) -> bool:
+        """Whether states are laid over placeholders, and no layer attends to visual tokens apart."""
+        return not self.layers
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms that there are of such entries, the plainest first."""
+        return (Form.STATES,) if self.overlaid else tuple(Form)
 
     def of(self, tokens: int, form: Form = Form.CROSS_KV) -> tuple[int, ...]:
         """The shape of an entry of so many vision tokens."""
@@ -128,6 +149,10 @@ class Processor(Protocol):
 
         Raises InvalidRequest for a medium the family cannot take, with item `media[i]`.
         """
+        ...
+
+    def pick(self, offsets: Sequence[float], options: SamplingOptions, count: int) -> list[int]:
+        """Which `count` frames of a video are used, ascending. `offsets` are the times of all its frames."""
         ...
 
     def unit_layout(self, grid: Grid) -> UnitLayout:
@@ -176,7 +201,11 @@ class Prompt(Protocol):
         ...
 
     def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
-        """What stands for a medium with units at those seconds: token ids, and numbers of units where they are laid."""
+        """What stands for a medium with units at those seconds: token ids, and numbers of units where they are laid.
+
+        Args:
+            offsets: of each unit: where it is of several frames the mean of their times.
+        """
         ...
 
     def written(self, ids: Sequence[int]) -> list[list[int] | WrittenMedium]:
@@ -212,9 +241,9 @@ class EncoderHalf(Protocol):
     head_dim: int
     """Of the blocks' attention."""
 
-    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
-        """Resized uint8 RGB frames, each (3, height, width), to keys and values:
-        (layers, 2, heads, tokens, dim) each.
+    def encode(self, units: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
+        """Units of resized uint8 RGB frames, each (frames, 3, height, width), to keys and values:
+        (layers, 2, heads, tokens, dim) each. Only where layers attend to visual tokens.
 
         Args:
             trunk: what gives the same as the half's own.
@@ -222,15 +251,28 @@ class EncoderHalf(Protocol):
         ...
 
     def encode_states(
-        self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+        self, units: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
     ) -> list[Tensor]:
-        """The same frames to the states of which keys and values are made, each (tokens, hidden)."""
+        """The same units to states, each (tokens, hidden): laid over placeholders as they are, or made into keys and
+        values."""
         ...
 
     def largest_tensor(self, patches: int, units: int) -> int:
         """Elements of the largest tensor that `encode` makes of so many patches of so many units. More of either never
         make it smaller."""
         ...
+
+
+class Overlay(NamedTuple):
+    """What lies over the placeholders of a step.
+
+    Attributes:
+        rows_v: (V,) rows of the step, ascending.
+        features_vw: (V, hidden) states of their units, `EntryShape.hidden` wide.
+    """
+
+    rows_v: Tensor
+    features_vw: Tensor
 
 
 class DecoderHalf(Protocol):
@@ -258,15 +300,24 @@ class DecoderHalf(Protocol):
         ...
 
     def place(self, entry: Tensor, positions_3t: Tensor) -> Tensor:
-        """(layers, 2, heads, tokens, dim) entry with its keys rotated to where the unit is laid."""
+        """(layers, 2, heads, tokens, dim) entry with its keys rotated to where the unit is laid. States that are laid
+        over placeholders are placed nowhere else."""
         ...
 
     def forward(
-        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        logits_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
     ) -> Tensor:
         """(len(logits_at), vocabulary) logits of the rows `logits_at` of a step the attention was planned for.
 
-        `sees_n` (rows,) tells which rows see any vision token; None when none does.
+        Args:
+            sees_n: (rows,) which rows see any vision token in layers that attend to them; None when none does.
+            overlay: of a half whose entries are overlaid; None when no row is a placeholder.
         """
         ...
 

@@ -40,14 +40,14 @@ class _Exact:
         return payload
 
 
-class _Projected:
-    """States, of which the decoder makes keys and values."""
+class _States:
+    """States: laid over placeholders as they are, or made into keys and values by the decoder."""
 
     def encode(self, made: Tensor) -> Tensor:
         return made
 
     def decode(self, payload: Tensor, half: DecoderHalf, tokens: int) -> Tensor:
-        return half.project(payload)
+        return payload if half.entry_shape.overlaid else half.project(payload)
 
 
 class _Quantised:
@@ -65,7 +65,7 @@ class _Quantised:
 
 CODECS: Final[Mapping[Form, Codec]] = {
     Form.CROSS_KV: _Exact(),
-    Form.STATES: _Projected(),
+    Form.STATES: _States(),
     Form.CROSS_KV_INT8: _Quantised(Form.CROSS_KV_INT8),
     Form.CROSS_KV_FP8: _Quantised(Form.CROSS_KV_FP8),
 }
@@ -74,12 +74,13 @@ CODECS: Final[Mapping[Form, Codec]] = {
 
 def payloads(
     half: EncoderHalf,
-    frames: Sequence[Tensor],
+    units: Sequence[Tensor],
     forms: Sequence[Form],
     attention: VarlenAttention,
     trunk: Trunk | None = None,
 ) -> list[Tensor]:
-    """The payloads of resized frames, uint8 RGB (3, height, width) each, in the form that is wanted of each.
+    """The payloads of units of resized frames, uint8 RGB (frames, 3, height, width) each, in the form that is wanted of
+    each.
 
     Args:
         trunk: as of `EncoderHalf.encode`.
@@ -88,13 +89,16 @@ def payloads(
     for source, encode in ((Form.CROSS_KV, half.encode), (Form.STATES, half.encode_states)):
         wanted = [i for i, form in enumerate(forms) if form.source is source]
         if wanted:
-            made |= zip(wanted, encode([frames[i] for i in wanted], attention, trunk), strict=True)
+            made |= zip(wanted, encode([units[i] for i in wanted], attention, trunk), strict=True)
     return [CODECS[form].encode(made[i]) for i, form in enumerate(forms)]
 
 
 def attachable(half: DecoderHalf, preferred: Form) -> tuple[Form, ...]:
     """The forms that a decoder takes, the preferred one first, then those that change no number. A quantised form is
     taken only by who asked for it."""
-    assert preferred is not Form.STATES or half.projects, "states are of no use to a half that does not project them"
-    exact = [form for form in (Form.CROSS_KV, Form.STATES) if form is not Form.STATES or half.projects]
+    shape = half.entry_shape
+    exact = [form for form in shape.forms if not form.quantised]
+    if not (shape.overlaid or half.projects):
+        exact.remove(Form.STATES)  # of no use to a half that does not project them
+    assert preferred.quantised or preferred in exact, f"{preferred.label} is not of this half"
     return tuple(dict.fromkeys([preferred, *exact]))

@@ -156,7 +156,7 @@ class Halves:
 
         async def feed() -> None:
             for number, frame in enumerate(frames):
-                await announcing.start(number, frame)
+                await announcing.start(number, [frame])
             await announcing.end()
 
         feeding = asyncio.create_task(feed())

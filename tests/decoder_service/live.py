@@ -60,7 +60,7 @@ class LiveTimeline:
         tokens = engine.processor.unit_layout(grid).vision_tokens
         plan = MediumPlan("image", 1, rgb.shape[0], rgb.shape[1], grid, tokens, upscaled=False)
         lease = Lease.of(30)
-        announced = await engine.announce(rgb, plan, root=ROOT, lease=lease)
+        announced = await engine.announce([rgb], plan, root=ROOT, lease=lease)
         entry = wire.announce(announced.contract, announced.place)
         entry.lease.lease_id = lease.id
         unit = pb.Unit(

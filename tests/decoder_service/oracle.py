@@ -61,7 +61,7 @@ class Oracle(Model):
         """(layers, K|V, heads, tokens, dim), keys not rotated."""
         data = frame.tobytes()
         if data not in self._entries:
-            pixels = torch.from_numpy(frame).permute(2, 0, 1)
+            pixels = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
             (self._entries[data],) = self._encoder.encode([pixels], TorchVarlen())
         return self._entries[data]
 

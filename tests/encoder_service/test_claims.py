@@ -164,11 +164,13 @@ async def test_two_encoders_that_get_one_unit_at_once_encode_it_once(server: Red
             engines.append(engine)
         with held(engines[0]):
             leading = [
-                asyncio.create_task(engines[0].announce(frame(1), plan(model), root=ROOT, lease=Lease.of(30.0)))
+                asyncio.create_task(engines[0].announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(30.0)))
                 for _ in range(3)
             ]
             await until(lambda: engines[0].in_flight == 1 and len(server.names("*:claim:*")) == 1)
-            following = asyncio.create_task(engines[1].announce(frame(1), plan(model), root=ROOT, lease=Lease.of(30.0)))
+            following = asyncio.create_task(
+                engines[1].announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(30.0))
+            )
             await until(lambda: engines[1].store.stats().misses > 1)
         announced = [*await asyncio.gather(*leading), await following]
         assert [engine.counts.encoded_units for engine in engines] == [1, 0]
@@ -191,10 +193,10 @@ async def test_an_encoder_whose_caller_left_makes_way_for_the_other(server: Redi
             store=store,
             workers_secret=WORKERS,
         )
-        blocker = asyncio.create_task(engine.announce(frame(0), plan(model), root=ROOT, lease=Lease.of(30.0)))
+        blocker = asyncio.create_task(engine.announce([frame(0)], plan(model), root=ROOT, lease=Lease.of(30.0)))
         with held(engine):
             await until(lambda: engine.in_flight == 1)
-            leaving = asyncio.create_task(engine.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(30.0)))
+            leaving = asyncio.create_task(engine.announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(30.0)))
             await until(lambda: engine.in_flight == 2)
             leaving.cancel()
             await until(lambda: engine.counts.dropped_units == 1)

@@ -82,7 +82,7 @@ async def engine(
 
 async def ahead(engine: EncoderEngine, model: Model) -> asyncio.Task[Announced]:
     """A unit whose pass has begun, while the device thread is held: all that comes behind it waits in the queue."""
-    first = asyncio.create_task(engine.announce(frame(99), plan(model), root=ROOT, lease=Lease.of(1)))
+    first = asyncio.create_task(engine.announce([frame(99)], plan(model), root=ROOT, lease=Lease.of(1)))
     await until(lambda: bool(engine.counts.batches))
     return first
 
@@ -101,11 +101,11 @@ def held(engine: EncoderEngine) -> Iterator[None]:
 async def test_equal_units_at_once_are_encoded_once(model: Model) -> None:
     async with engine(model) as e:
         found = await asyncio.gather(
-            *(e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(1)) for _ in range(32))
+            *(e.announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(1)) for _ in range(32))
         )
         assert e.counts.encoded_units == 1
         assert len({announced.contract.key for announced in found}) == 1
-        again = await e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(1))
+        again = await e.announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(1))
         assert again.cached and e.counts.encoded_units == 1
 
 
@@ -116,8 +116,8 @@ async def test_a_known_unit_is_pinned_and_its_payload_not_read(model: Model) -> 
 
     async with engine(model, store=NeverRead(1 << 24)) as e:
         leases = [Lease.of(60), Lease.of(60)]
-        first = await e.announce(frame(1), plan(model), root=ROOT, lease=leases[0])
-        again = await e.announce(frame(1), plan(model), root=ROOT, lease=leases[1])
+        first = await e.announce([frame(1)], plan(model), root=ROOT, lease=leases[0])
+        again = await e.announce([frame(1)], plan(model), root=ROOT, lease=leases[1])
         assert again.cached and (again.contract, again.place) == (first.contract, first.place)
         await e.store.release(first.contract.key, leases[0].id)
         assert e.store.stats().pinned_bytes > 0, "the second has a pin of its own"
@@ -129,9 +129,9 @@ async def test_units_are_announced_where_another_process_finds_them(model: Model
     reader = ArenaStore(regions[1])
     async with engine(model, store=ArenaStore(regions[0])) as e:
         first, joined = await asyncio.gather(
-            *(e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(60)) for _ in "ab")
+            *(e.announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(60)) for _ in "ab")
         )
-        known = await e.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(60))
+        known = await e.announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(60))
         for announced in (first, joined, known):
             assert isinstance(announced.place, InArena)
             sealed = await reader.get(announced.contract.key, announced.place)
@@ -148,7 +148,7 @@ async def test_the_leaders_leaving_hands_over_and_a_followers_touches_nobody(mod
         async with engine(model) as e:
             with held(e):
                 tasks = [
-                    asyncio.create_task(e.announce(frame(2), plan(model), root=ROOT, lease=Lease.of(1)))
+                    asyncio.create_task(e.announce([frame(2)], plan(model), root=ROOT, lease=Lease.of(1)))
                     for _ in range(3)
                 ]
                 await until(lambda: e.counts.joined_units == 2)
@@ -163,9 +163,9 @@ async def test_the_leaders_leaving_hands_over_and_a_followers_touches_nobody(mod
 async def test_a_unit_that_nobody_waits_for_any_more_is_not_encoded(model: Model) -> None:
     async with engine(model) as e:
         with held(e):
-            first = asyncio.create_task(e.announce(frame(3), plan(model), root=ROOT, lease=Lease.of(1)))
+            first = asyncio.create_task(e.announce([frame(3)], plan(model), root=ROOT, lease=Lease.of(1)))
             await until(lambda: bool(e.counts.batches))  # it has left the queue: it is being encoded and may finish
-            second = asyncio.create_task(e.announce(frame(4), plan(model), root=ROOT, lease=Lease.of(1)))
+            second = asyncio.create_task(e.announce([frame(4)], plan(model), root=ROOT, lease=Lease.of(1)))
             await until(lambda: e.in_flight == 2)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
@@ -180,7 +180,7 @@ async def test_a_pass_takes_no_more_patches_than_allowed(model: Model) -> None:
             before = await ahead(e, model)
             sizes = [(64, 64)] * 5 + [(128, 128)]
             tasks = [
-                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
+                asyncio.create_task(e.announce([frame(i, *size)], plan(model, *size), root=ROOT, lease=Lease.of(1)))
                 for i, size in enumerate(sizes)
             ]
             await until(lambda: e.in_flight == 1 + len(sizes))
@@ -194,7 +194,7 @@ async def test_a_pass_takes_no_more_units_than_allowed(model: Model) -> None:
         with held(e):
             before = await ahead(e, model)
             tasks = [
-                asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(1))) for i in range(8)
+                asyncio.create_task(e.announce([frame(i)], plan(model), root=ROOT, lease=Lease.of(1))) for i in range(8)
             ]
             await until(lambda: e.in_flight == 9)
         await asyncio.gather(before, *tasks)
@@ -207,7 +207,7 @@ async def test_no_tensor_of_a_pass_has_more_elements_than_can_be_indexed(model: 
         with held(e):
             before = await ahead(e, model)
             tasks = [
-                asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(1))) for i in range(6)
+                asyncio.create_task(e.announce([frame(i)], plan(model), root=ROOT, lease=Lease.of(1))) for i in range(6)
             ]
             await until(lambda: e.in_flight == 7)
         await asyncio.gather(before, *tasks)
@@ -217,7 +217,7 @@ async def test_no_tensor_of_a_pass_has_more_elements_than_can_be_indexed(model: 
 async def test_a_unit_that_no_pass_could_hold_is_refused_with_both_numbers(model: Model) -> None:
     async with engine(model, max_patches=40) as e:
         with pytest.raises(InvalidRequest) as caught:
-            await e.announce(frame(1, 128, 128), plan(model, 128, 128), root=ROOT, lease=Lease.of(1))
+            await e.announce([frame(1, 128, 128)], plan(model, 128, 128), root=ROOT, lease=Lease.of(1))
         assert caught.value.reason == "MEDIA_TOO_LARGE"
         assert (caught.value.facts["patches"], caught.value.facts["limit"]) == (64, 40)
         assert "64" in str(caught.value) and "40" in str(caught.value) and e.in_flight == 0
@@ -234,7 +234,7 @@ def test_no_operation_of_a_pass_makes_more_elements_than_the_model_says(
     model: Model, sizes: list[tuple[int, int]]
 ) -> None:
     half = model.encoder(dtype=torch.float32)
-    frames = [torch.zeros(3, *size, dtype=torch.uint8) for size in sizes]
+    frames = [torch.zeros(1, 3, *size, dtype=torch.uint8) for size in sizes]
     patches = sum(height * width // 256 for height, width in sizes)
     with torch.inference_mode(), Largest() as seen:
         half.encode(frames, TorchVarlen())
@@ -260,10 +260,10 @@ async def test_units_batched_with_others_equal_units_alone(model: Model) -> None
     plans = [plan(model, 64, 64 + 32 * (i % 3)) for i in range(6)]
     async with engine(model) as alone, engine(model) as together:
         for f, p in zip(frames, plans, strict=True):
-            await alone.announce(f, p, root=ROOT, lease=Lease.of(1))
+            await alone.announce([f], p, root=ROOT, lease=Lease.of(1))
         with held(together):
             tasks = [
-                asyncio.create_task(together.announce(f, p, root=ROOT, lease=Lease.of(1)))
+                asyncio.create_task(together.announce([f], p, root=ROOT, lease=Lease.of(1)))
                 for f, p in zip(frames, plans, strict=True)
             ]
             await until(lambda: together.in_flight == 6)
@@ -283,8 +283,8 @@ async def payload(e: EncoderEngine, contract: Contract) -> torch.Tensor:
 
 async def test_two_tenants_share_no_entry(model: Model) -> None:
     async with engine(model) as e:
-        one = await e.announce(frame(5), plan(model), root=ROOT, lease=Lease.of(1))
-        other = await e.announce(frame(5), plan(model), root=bytes([1]) * 32, lease=Lease.of(1))
+        one = await e.announce([frame(5)], plan(model), root=ROOT, lease=Lease.of(1))
+        other = await e.announce([frame(5)], plan(model), root=bytes([1]) * 32, lease=Lease.of(1))
         assert one.contract.key != other.contract.key and e.counts.encoded_units == 2
 
 
@@ -293,11 +293,11 @@ async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model:
         encode = e.half.encode
 
         def spoiling(
-            frames: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+            units: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
         ) -> list[torch.Tensor]:
-            made = encode(frames, attention, trunk)
-            for one, frame in zip(made, frames, strict=True):
-                if tuple(frame.shape) == (3, 128, 128):
+            made = encode(units, attention, trunk)
+            for one, unit in zip(made, units, strict=True):
+                if tuple(unit.shape) == (1, 3, 128, 128):
                     one.view(-1)[-1] = torch.nan
             return made
 
@@ -305,7 +305,7 @@ async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model:
         with held(e):
             sizes = [(64, 64), (128, 128), (64, 96)]
             tasks = [
-                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
+                asyncio.create_task(e.announce([frame(i, *size)], plan(model, *size), root=ROOT, lease=Lease.of(1)))
                 for i, size in enumerate(sizes)
             ]
             await until(lambda: e.in_flight == 3)
@@ -318,12 +318,12 @@ async def test_what_is_not_finite_is_never_published_and_the_neighbour_is(model:
 async def test_a_store_that_is_full_of_pinned_entries_is_waited_for_and_then_refused(model: Model) -> None:
     async with engine(model, budget=12_000) as e:
         lease = Lease.of(60)
-        one = await e.announce(frame(7), plan(model), root=ROOT, lease=lease)
+        one = await e.announce([frame(7)], plan(model), root=ROOT, lease=lease)
         with pytest.raises(Overloaded) as caught:
-            await e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(0.05))
+            await e.announce([frame(8)], plan(model), root=ROOT, lease=Lease.of(0.05))
         assert caught.value.reason == "CACHE_FULL" and caught.value.retryable
         assert await e.store.get(one.contract.key) is not None, "what was pinned is still there"
-        waiting = asyncio.create_task(e.announce(frame(8), plan(model), root=ROOT, lease=Lease.of(60)))
+        waiting = asyncio.create_task(e.announce([frame(8)], plan(model), root=ROOT, lease=Lease.of(60)))
         await until(lambda: e.store.stats().refusals > 3)
         await e.store.release(one.contract.key, lease.id)
         assert not (await waiting).cached
@@ -332,7 +332,7 @@ async def test_a_store_that_is_full_of_pinned_entries_is_waited_for_and_then_ref
 async def test_an_entry_larger_than_the_store_is_refused_at_once(model: Model) -> None:
     async with engine(model, budget=1_000) as e:
         with pytest.raises(Overloaded) as caught:
-            await e.announce(frame(9), plan(model), root=ROOT, lease=Lease.of(60))
+            await e.announce([frame(9)], plan(model), root=ROOT, lease=Lease.of(60))
         assert caught.value.reason == "CACHE_FULL" and not caught.value.retryable
 
 
@@ -341,7 +341,7 @@ async def test_the_pins_of_callers_that_left_are_not_kept(model: Model) -> None:
     async with engine(model) as e:
         with held(e):
             tasks = [
-                asyncio.create_task(e.announce(frame(11), plan(model), root=ROOT, lease=Lease.of(60))) for _ in "ab"
+                asyncio.create_task(e.announce([frame(11)], plan(model), root=ROOT, lease=Lease.of(60))) for _ in "ab"
             ]
             await until(lambda: e.counts.joined_units == 1)
             tasks[0].cancel()
@@ -353,7 +353,7 @@ async def test_the_pins_of_callers_that_left_are_not_kept(model: Model) -> None:
         await e.store.discard(follower.contract.key)
 
         leases = [Lease.of(60) for _ in range(6)]
-        tasks = [asyncio.create_task(e.announce(frame(12), plan(model), root=ROOT, lease=lease)) for lease in leases]
+        tasks = [asyncio.create_task(e.announce([frame(12)], plan(model), root=ROOT, lease=lease)) for lease in leases]
         for _ in range(10**6):
             if e.store.stats().puts == 2:
                 break
@@ -372,17 +372,17 @@ async def test_a_unit_that_breaks_the_model_fails_alone_and_not_its_batch(model:
         encode = e.half.encode
 
         def picky(
-            frames: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+            units: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
         ) -> list[torch.Tensor]:
-            if any(tuple(f.shape) == (3, 128, 128) for f in frames):
+            if any(tuple(unit.shape) == (1, 3, 128, 128) for unit in units):
                 raise MemoryError("no room for that one")
-            return encode(frames, attention, trunk)
+            return encode(units, attention, trunk)
 
         e.half.encode = picky  # type: ignore[method-assign]
         with held(e):
             sizes = [(64, 64), (128, 128), (64, 96)]
             tasks = [
-                asyncio.create_task(e.announce(frame(i, *size), plan(model, *size), root=ROOT, lease=Lease.of(1)))
+                asyncio.create_task(e.announce([frame(i, *size)], plan(model, *size), root=ROOT, lease=Lease.of(1)))
                 for i, size in enumerate(sizes)
             ]
             await until(lambda: e.in_flight == 3)
@@ -394,7 +394,7 @@ async def test_a_unit_that_breaks_the_model_fails_alone_and_not_its_batch(model:
 async def test_closing_fails_what_is_on_its_way(model: Model) -> None:
     async with engine(model) as e:
         with held(e):
-            task = asyncio.create_task(e.announce(frame(13), plan(model), root=ROOT, lease=Lease.of(1)))
+            task = asyncio.create_task(e.announce([frame(13)], plan(model), root=ROOT, lease=Lease.of(1)))
             await until(lambda: e.in_flight == 1)
             closing = asyncio.create_task(e.close())
             with pytest.raises(Unavailable) as caught:
@@ -430,9 +430,9 @@ async def test_pins_follow_who_comes_and_who_leaves_while_an_entry_is_put(model:
     store, shown = Slow(), plan(model)
     first, second = Lease.of(60), Lease.of(60)
     async with engine(model, store=store) as encoder:
-        leaving = asyncio.create_task(encoder.announce(frame(1), shown, root=ROOT, lease=first))
+        leaving = asyncio.create_task(encoder.announce([frame(1)], shown, root=ROOT, lease=first))
         await store.putting.wait()
-        joining = asyncio.create_task(encoder.announce(frame(1), shown, root=ROOT, lease=second))
+        joining = asyncio.create_task(encoder.announce([frame(1)], shown, root=ROOT, lease=second))
         await until(lambda: encoder.counts.joined_units == 1)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
@@ -451,7 +451,7 @@ async def test_a_picture_is_told_after_a_pass_or_two_whatever_a_video_has_queued
         told: list[str] = []
 
         async def announce(name: str, seed: int, share: Share) -> None:
-            await e.announce(frame(seed), plan(model), root=ROOT, lease=Lease.of(60), share=share)
+            await e.announce([frame(seed)], plan(model), root=ROOT, lease=Lease.of(60), share=share)
             told.append(name)
 
         video = e.share(ROOT)
@@ -483,11 +483,11 @@ async def test_a_tenant_whose_entries_find_no_room_keeps_nobody_else_from_the_mo
     room, other = asyncio.Event(), bytes([1]) * 32
     async with engine(model, max_units=2, store=OneTenantsFull(1 << 24)) as e:
         stuck = [
-            asyncio.create_task(e.announce(frame(i), plan(model), root=ROOT, lease=Lease.of(60))) for i in range(10)
+            asyncio.create_task(e.announce([frame(i)], plan(model), root=ROOT, lease=Lease.of(60))) for i in range(10)
         ]
         await until(lambda: bool(e.counts.batches))
         for i in range(6):
-            await e.announce(frame(i), plan(model), root=other, lease=Lease.of(60))
+            await e.announce([frame(i)], plan(model), root=other, lease=Lease.of(60))
         assert not any(task.done() for task in stuck)
         assert sum(e.counts.batches) < 6 + 10, "no more of it is encoded than has room to wait"
         room.set()

@@ -167,7 +167,7 @@ async def test_an_engine_encodes_through_the_graphs_it_is_given() -> None:
             workers_secret=WORKERS,
             trunk=replays,
         )
-        announced = await engine.announce(frame(1), plan(model), root=ROOT, lease=Lease.of(1))
+        announced = await engine.announce([frame(1)], plan(model), root=ROOT, lease=Lease.of(1))
         made.append(await payload(engine, announced.contract))
         assert replays is None or replays.replayed == 1
         await engine.close()

@@ -84,7 +84,12 @@ async def test_whatever_is_asked_otherwise_is_unknown(store: EntryStore) -> None
         ASKED._replace(options=SamplingOptions(timestamps=(0.0, 1.0))),
     ):
         assert await knows(one, asked) == (False, False)
-    for plan in (replace(PLAN, units=2), replace(PLAN, height=32, width=128), replace(PLAN, upscaled=True)):
+    for plan in (
+        replace(PLAN, frames=2),
+        replace(PLAN, span=2),
+        replace(PLAN, height=32, width=128),
+        replace(PLAN, upscaled=True),
+    ):
         assert await knows(one, plan=plan) == (True, False)
     assert await knows(memo(store, identity=bytes(32))) == (False, False)
     assert one.rejected == 0, "none of it was even found"

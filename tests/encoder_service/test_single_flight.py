@@ -97,14 +97,14 @@ class World:
         encode = half.encode
 
         def encoding(
-            frames: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+            units: Sequence[torch.Tensor], attention: VarlenAttention, trunk: Trunk | None = None
         ) -> list[torch.Tensor]:
             self.in_pass.set()
             self.may_pass.wait()
             if self.broken:
                 self.broken -= 1
                 raise MemoryError("no room for those")
-            made = encode(frames, attention, trunk)
+            made = encode(units, attention, trunk)
             self.encoded += len(made)
             spoiled, self.spoiled = min(self.spoiled, len(made)), max(0, self.spoiled - len(made))
             return [torch.full_like(one, torch.nan) if at < spoiled else one for at, one in enumerate(made)]
@@ -138,7 +138,7 @@ class World:
         self.store.may_put.set()
 
     def ask(self, seed: int, lease: Lease) -> asyncio.Task[Announced]:
-        return asyncio.create_task(self.engine.announce(frame(seed), plan(MODEL), root=ROOT, lease=lease))
+        return asyncio.create_task(self.engine.announce([frame(seed)], plan(MODEL), root=ROOT, lease=lease))
 
     async def assert_told(self, announced: Announced, lease: Lease) -> None:
         """Whoever was told has a pin of his own on an entry that is right; he gives it back."""

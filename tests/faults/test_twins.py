@@ -102,10 +102,10 @@ async def test_encoders_whose_processing_differs_find_nothing_of_each_other_in_o
         plan = model.processor.size([MediumFacts("image", height, width, 1, 0.0, SamplingOptions())])[0]
         for made in (one, other):
             found = [
-                (await made.announce(frame, plan, root=bytes(32), lease=Lease.of(30.0))).cached for frame in frames
+                (await made.announce([frame], plan, root=bytes(32), lease=Lease.of(30.0))).cached for frame in frames
             ]
             assert found == [False] * FRAMES
-        again = [await one.announce(frame, plan, root=bytes(32), lease=Lease.of(30.0)) for frame in frames]
+        again = [await one.announce([frame], plan, root=bytes(32), lease=Lease.of(30.0)) for frame in frames]
         assert all(announced.cached for announced in again), "its own it finds"
     finally:
         await one.close()

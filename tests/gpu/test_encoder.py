@@ -84,7 +84,7 @@ async def test_entries_of_many_passes_come_to_the_host_whole() -> None:
         sizes = [(64, 64 + 32 * (seed % 3)) for seed in range(60)]
         told = await asyncio.gather(
             *(
-                engine.announce(frame(seed, *size), plan(model, *size), root=ROOT, lease=Lease.of(60))
+                engine.announce([frame(seed, *size)], plan(model, *size), root=ROOT, lease=Lease.of(60))
                 for seed, size in enumerate(sizes)
             )
         )

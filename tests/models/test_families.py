@@ -113,7 +113,7 @@ def test_the_halves_agree_on_entries_and_describe_their_processing(family: str, 
 
 
 FRAMES = [
-    torch.randint(0, 256, (3, *size), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    torch.randint(0, 256, (1, 3, *size), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     for size in ((16, 16), (16, 24))
 ]
 GRIDS = [(4, 4), (4, 6)]

@@ -22,7 +22,7 @@ from chiasm.attention.pages import Pools
 from chiasm.cache.form import Form
 from chiasm.cache.tenant import owner
 from chiasm.media.types import Rgb
-from chiasm.models.family import DecoderHalf, EncoderHalf, EntryShape, MediumPlan, Trunk
+from chiasm.models.family import DecoderHalf, EncoderHalf, EntryShape, MediumPlan, Overlay, Trunk
 from chiasm.models.registry import SHIPPED, Model
 from decoder_service.engine import DecoderEngine
 from decoder_service.forward import Forward, Ints
@@ -49,21 +49,21 @@ class TellingEncoder:
         self._fingerprint = fingerprint
         self._side = patch * merge
 
-    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
-        return [self._entry(frame) for frame in frames]
+    def encode(self, units: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
+        return [self._entry(unit) for unit in units]
 
     def encode_states(
-        self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+        self, units: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
     ) -> list[Tensor]:
         raise NotImplementedError("it makes keys and values alone")
 
     def largest_tensor(self, patches: int, units: int) -> int:
         return patches + units
 
-    def _entry(self, frame: Tensor) -> Tensor:
+    def _entry(self, unit: Tensor) -> Tensor:
+        (frame,), tenant = unit, unit.tenant  # type: ignore[attr-defined]
         _, height, width = frame.shape
         tokens = (height // self._side) * (width // self._side) + 1
-        tenant: bytes = frame.tenant  # type: ignore[attr-defined]
         return torch.from_numpy(
             telling.entry(frame.numpy(), self._fingerprint, tenant, self.entry_shape.of(tokens, Form.CROSS_KV))
         )
@@ -72,8 +72,8 @@ class TellingEncoder:
 class TellingEngine(EncoderEngine):
     """The encoder's engine, which tells its half whose a frame is."""
 
-    def _prepare(self, frame: Rgb, plan: MediumPlan, root: bytes, form: Form) -> Unit:
-        unit = super()._prepare(frame, plan, root, form)
+    def _prepare(self, frames: Sequence[Rgb], plan: MediumPlan, root: bytes, form: Form) -> Unit:
+        unit = super()._prepare(frames, plan, root, form)
         unit.pixels.tenant = owner(root)  # type: ignore[attr-defined]
         return unit
 
@@ -108,7 +108,13 @@ class TellingDecoder:
         return placed
 
     def forward(
-        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        logits_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
     ) -> Tensor:
         raise NotImplementedError("rows are computed from the pools themselves")
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chiasm.errors import CheckpointError, InvalidRequest
-from chiasm.media.sample import frames_wanted, share_frames
+from chiasm.media.sample import SamplingOptions, frames_wanted, pick, share_frames
 from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.models.moss_vl.config import Config
 from chiasm.models.processor_files import (
@@ -228,18 +228,21 @@ class MossVLProcessor:
         )
         return self._plan(facts, frames, size)
 
-    def _plan(self, facts: MediumFacts, units: int, size: tuple[int, int]) -> MediumPlan:
+    def _plan(self, facts: MediumFacts, frames: int, size: tuple[int, int]) -> MediumPlan:
         height, width = size
         grid = (height // self.config.vision.patch_size, width // self.config.vision.patch_size)
         return MediumPlan(
             kind=facts.kind,
-            units=units,
+            frames=frames,
             height=height,
             width=width,
             grid=grid,
             tokens=self.unit_layout(grid).vision_tokens,
             upscaled=height * width > facts.height * facts.width,
         )
+
+    def pick(self, offsets: Sequence[float], options: SamplingOptions, count: int) -> list[int]:
+        return pick(offsets, options, count)
 
     # -- places ----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from chiasm.layers.mlp import GatedMLP
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
 from chiasm.layers.self_attention import SelfAttention
+from chiasm.models.family import Overlay
 from chiasm.models.moss_vl.config import Config, TextConfig
 from chiasm.models.moss_vl.crossing import Crossing
 
@@ -145,12 +146,19 @@ class MossVLDecoder(nn.Module):
         return torch.stack((rotated, entry[:, 1]), dim=1)
 
     def forward(
-        self, ids_n: Tensor, positions_3n: Tensor, sees_n: Tensor | None, logits_at: Tensor, attention: Attention
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        logits_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
     ) -> Tensor:
         """(len(logits_at), vocabulary) logits of those rows, from (N,) ids and (3, N) positions.
 
         `sees_n` (N,) tells which rows see any vision token; None when none does, and the cross layers are skipped.
         """
+        assert overlay is None, "nothing is laid over a placeholder of this family"
         h_ne = self.embed_tokens(ids_n)
         cos_n1d, sin_n1d = self.rope.tables(positions_3n, h_ne.dtype)
         sees_n1 = None if sees_n is None else sees_n.to(h_ne.dtype).unsqueeze(-1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import VarlenAttention
+from chiasm.cache.form import Form
 from chiasm.layers.linear import linear, linear_gelu
 from chiasm.layers.vit import VisionTransformer
 from chiasm.layers.vit_places import Grid, Places
@@ -87,18 +88,19 @@ class MossVLEncoder(nn.Module):
         # Patches as they are cut; queries, keys and values; the width inside an MLP; the levels that the merger joins.
         of_patch = max(v.patch_values, 3 * v.hidden_size, v.intermediate_size, v.hidden_size * (1 + len(self.taps)))
         tokens = patches // v.spatial_merge_size**2 + units
-        of_token = max(v.out_hidden_size, math.prod(self.entry_shape.of(1)))
+        of_token = max(v.out_hidden_size, math.prod(self.entry_shape.of(1, Form.CROSS_KV)))
         return max(patches * of_patch, tokens * of_token)
 
-    def encode(self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
-        """Resized frames, uint8 RGB (3, height, width) each, to an entry each: (cross layers, K|V, K, S, D)."""
-        return self.encode_patches(*self._patches(frames), attention, trunk)
+    def encode(self, units: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None) -> list[Tensor]:
+        """Units of one resized frame, uint8 RGB (1, 3, height, width) each, to an entry each:
+        (cross layers, K|V, K, S, D)."""
+        return self.encode_patches(*self._patches(units), attention, trunk)
 
     def encode_states(
-        self, frames: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
+        self, units: Sequence[Tensor], attention: VarlenAttention, trunk: Trunk | None = None
     ) -> list[Tensor]:
-        """The same frames to (S, E) states each, of which `encode` makes keys and values."""
-        patches_pv, grids = self._patches(frames)
+        """The same units to (S, E) states each, of which `encode` makes keys and values."""
+        patches_pv, grids = self._patches(units)
         states_se = self.states(patches_pv, grids, attention, trunk)
         return list(states_se.split([self._tokens(grid) + 1 for grid in grids]))
 
@@ -109,9 +111,10 @@ class MossVLEncoder(nn.Module):
         entries = self.cross(self.states(patches_pv, grids, attention, trunk))
         return list(entries.split([self._tokens(grid) + 1 for grid in grids], dim=3))
 
-    def _patches(self, frames: Sequence[Tensor]) -> tuple[Tensor, list[Grid]]:
-        """Normalised patches of frames, one frame after another, and their grids."""
+    def _patches(self, units: Sequence[Tensor]) -> tuple[Tensor, list[Grid]]:
+        """Normalised patches of units, one after another, and their grids."""
         v = self.config.vision
+        frames = [unit.squeeze(0) for unit in units]
         patches = [to_patches(normalise(f.to(self.device)), v.patch_size, v.spatial_merge_size) for f in frames]
         return torch.cat(patches), [(f.shape[1] // v.patch_size, f.shape[2] // v.patch_size) for f in frames]
 
