@@ -14,6 +14,9 @@ VIDEO_FILE = "video_preprocessor_config.json"
 RESIZE = "torch uint8 bicubic antialias"
 """The kernel that resizes. Pillow's differs by up to 9 grey levels, so the kernel is part of an entry's identity."""
 
+PIXEL_NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Names of pixels of one image or frame, and what Hugging Face calls them in `size`."""
+
 NORMALISE = "(x-127.5)/127.5"
 
 
@@ -45,7 +48,7 @@ def pixel_bounds(reader: Reader) -> dict[str, int | float]:
     for key in ("height", "width"):
         size.refuse_unless(key, why="sizes are multiples of a factor, within bounds")
     found = {}
-    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+    for name, edge in PIXEL_NAMES.items():
         said = [value for value in (known_value(reader, name), known_value(size, edge)) if value is not None]
         if len(set(said)) > 1:
             reader.problem(name, f"is {said[0]}, size.{edge} is {said[1]}")
