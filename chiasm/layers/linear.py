@@ -57,7 +57,7 @@ class Tied(Linear):
     """`Linear` with a weight that another layer holds, in that layer's memory and as it lies there: a head that is the
     table of embeddings."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, device=torch.device("meta"), dtype=weight.dtype)
         self._few_rows = few_rows(weight.device, weight.dtype)
