@@ -304,6 +304,28 @@ class DecoderHalf(Protocol):
         over placeholders are placed nowhere else."""
         ...
 
+    def states(
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        states_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
+    ) -> Tensor:
+        """(len(states_at), width) of the residual stream behind the last norm, for the rows `states_at` of a step the
+        attention was planned for: what an embedding is made of, and what `logits` takes.
+
+        Args:
+            sees_n: (rows,) which rows see any vision token in layers that attend to them; None when none does.
+            overlay: of a half whose entries are overlaid; None when no row is a placeholder.
+        """
+        ...
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        """(M, width) of `states` to (M, vocabulary)."""
+        ...
+
     def forward(
         self,
         ids_n: Tensor,
@@ -313,12 +335,7 @@ class DecoderHalf(Protocol):
         attention: Attention,
         overlay: Overlay | None = None,
     ) -> Tensor:
-        """(len(logits_at), vocabulary) logits of the rows `logits_at` of a step the attention was planned for.
-
-        Args:
-            sees_n: (rows,) which rows see any vision token in layers that attend to them; None when none does.
-            overlay: of a half whose entries are overlaid; None when no row is a placeholder.
-        """
+        """`logits` of `states` of the rows `logits_at`: (len(logits_at), vocabulary)."""
         ...
 
 
