@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from chiasm.models.family import EntryShape
 from chiasm.models.reading import Reader
+from chiasm.models.rotary import read_mrope
 
 ARCHITECTURE = "MossVLForConditionalGeneration"
 
@@ -159,7 +160,7 @@ def _read_text(section: Reader) -> TextConfig:
     section.refuse_unless("attention_bias", False, why="the released layers have no biases")
     section.refuse_unless("partial_rotary_factor", 1, 1.0, why="the whole head is rotated")
     section.refuse_unless("quantization_config", why="quantised checkpoints are not loaded")
-    theta, mrope_section = _read_rope(section)
+    theta, mrope_section = read_mrope(section)
     config = TextConfig(
         hidden_size=section.integer("hidden_size"),
         intermediate_size=section.integer("intermediate_size"),
@@ -188,27 +189,3 @@ def _read_text(section: Reader) -> TextConfig:
     if 2 * sum(mrope_section) != config.head_dim:
         section.problem("head_dim", f"is {config.head_dim}, mrope_section {list(mrope_section)} covers half of another")
     return config
-
-
-def _read_rope(section: Reader) -> tuple[float, tuple[int, int, int]]:
-    """Rotary base and sections. transformers 4 keeps them in `rope_theta` and `rope_scaling`, transformers 5 in
-    `rope_parameters`. A missing base is an error: reference implementations fall back to different numbers."""
-    places = [section.section(key) for key in ("rope_parameters", "rope_scaling") if key in section]
-    if not places:
-        section.problem("rope_scaling", "is missing (looked for mrope_section there and in rope_parameters)")
-        return 1.0, (1, 1, 1)
-    thetas = {place.number("rope_theta") for place in (section, *places) if "rope_theta" in place}
-    if len(thetas) != 1:
-        found = f"is {' and '.join(map(str, sorted(thetas)))}" if thetas else "is missing"
-        section.problem("rope_theta", f"{found} (looked in text_config, rope_parameters and rope_scaling)")
-    rope = places[0]
-    for key in ("rope_type", "type"):
-        rope.refuse_unless(key, "default", "mrope", why="only the unscaled rotary embedding is done")
-    rope.refuse_unless("partial_rotary_factor", 1, 1.0, why="the whole head is rotated")
-    if rope.raw("mrope_interleaved") is not True:
-        rope.problem("mrope_interleaved", f"is {rope.raw('mrope_interleaved')!r}: only interleaved mRoPE is supported")
-    sizes = rope.integers("mrope_section")
-    if len(sizes) != 3 or min(sizes, default=0) < 0 or max(sizes[1:], default=0) > sizes[0]:
-        rope.problem("mrope_section", f"is {list(sizes)}, must be three counts, the first the largest")
-        return 1.0, (1, 1, 1)
-    return next(iter(thetas), 1.0), (sizes[0], sizes[1], sizes[2])

@@ -20,15 +20,17 @@ from chiasm.errors import CheckpointError, InvalidRequest
 from chiasm.media.sample import SamplingOptions, frames_wanted, pick, share_frames
 from chiasm.models.family import MediumFacts, MediumPlan
 from chiasm.models.moss_vl.config import Config
-from chiasm.models.reading import Reader, shown
+from chiasm.models.processor_files import (
+    NORMALISE,
+    RESIZE,
+    VIDEO_FILE,
+    known_value,
+    pixel_bounds,
+    refuse_other_pixels,
+)
+from chiasm.models.reading import Reader
+from chiasm.models.sizing import check_ratio, enlarged, nearest, resize_image, shrunk
 from chiasm.timeline import UnitLayout
-
-MAX_ASPECT_RATIO = 200
-VIDEO_FILE = "video_preprocessor_config.json"
-"""Rules videos; `preprocessor_config.json` rules images."""
-
-RESIZE = "torch uint8 bicubic antialias"
-"""The kernel that resizes. Pillow's differs by up to 4 grey levels, so the kernel is part of an entry's identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,64 +86,16 @@ def read_budgets(
     problems: list[str] = []
     for file, data in files.items():
         reader = Reader(data, prefix=f"{file}: ", problems=problems)
-        _refuse(reader, patch_size, merge_size)
+        refuse_other_pixels(
+            reader, patch_size=patch_size, merge_size=merge_size, temporal_patch_size=1, unit="one frame"
+        )
         of_frame = "frame_" if file == VIDEO_FILE else ""
-        found |= {of_frame + name: pixels for name, pixels in _bounds(reader).items()}
+        found |= {of_frame + name: pixels for name, pixels in pixel_bounds(reader).items()}
         for key in ("multi_image_max_pixels", "video_max_pixels", "min_frames", "max_frames", "fps"):
-            if (value := _value(reader, key)) is not None and found.setdefault(key, value) != value:
+            if (value := known_value(reader, key)) is not None and found.setdefault(key, value) != value:
                 reader.problem(key, f"is {value}, the other file says {found[key]}")
     read = Budgets(**found)
     return read, [*problems, *read.problems()]
-
-
-def _value(reader: Reader, key: str) -> int | float | None:
-    """None where it is absent, and where it is a problem."""
-    if key not in reader:
-        return None
-    known = len(reader.problems)
-    value = reader.number(key) if key == "fps" else reader.integer(key)
-    return value if len(reader.problems) == known else None
-
-
-def _refuse(reader: Reader, patch_size: int, merge_size: int) -> None:
-    """Adds a problem for everything that would make other pixels than the model's."""
-    reader.refuse_unless("patch_size", patch_size, why="config.json says otherwise")
-    reader.refuse_unless("merge_size", merge_size, why="config.json says otherwise")
-    reader.refuse_unless("temporal_patch_size", 1, why="a unit is one frame")
-    for key in ("image_mean", "image_std"):
-        reader.refuse_unless(key, [0.5, 0.5, 0.5], why="pixels are (x - 127.5) / 127.5")
-    reader.refuse_unless("resample", 3, why="pictures are resized bicubically")
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames"):
-        reader.refuse_unless(key, True, why="it is always done")
-    for key in ("do_center_crop", "do_pad"):
-        reader.refuse_unless(key, False, why="it is never done")
-    if "rescale_factor" in reader and abs(reader.number("rescale_factor") - 1 / 255) > 1e-9:
-        reader.problem("rescale_factor", f"is {shown(reader.raw('rescale_factor'))}, pixels are rescaled by 1/255")
-
-
-def _bounds(reader: Reader) -> dict[str, int | float]:
-    """Pixels of one image or frame, `min_pixels` and `max_pixels`, each where it is given under either name."""
-    size = reader.section("size") if "size" in reader else Reader({})
-    for key in ("height", "width"):
-        size.refuse_unless(key, why="sizes are multiples of a factor, within bounds")
-    found = {}
-    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        said = [value for value in (_value(reader, name), _value(size, edge)) if value is not None]
-        if len(set(said)) > 1:
-            reader.problem(name, f"is {said[0]}, size.{edge} is {said[1]}")
-        if said:
-            found[name] = said[0]
-    return found
-
-
-def resize_image(height: int, width: int, factor: int, *, least: int, most: int) -> tuple[int, int]:
-    """Multiples of `factor` nearest to the sides (halves to even), shrunk or enlarged until least <= pixels <= most."""
-    h, w = round(height / factor) * factor, round(width / factor) * factor
-    if h * w > most:
-        return _shrunk(height, width, math.sqrt(height * width / most), factor)
-    if h * w < least:
-        return _enlarged(height, width, math.sqrt(least / (height * width)), factor)
-    return h, w
 
 
 def resize_video(
@@ -149,25 +103,15 @@ def resize_video(
 ) -> tuple[int, int]:
     """The size of every frame of a video: as an image, then within `budget` pixels over all frames, then `least`
     each."""
-    h, w = round(height / factor) * factor, round(width / factor) * factor
+    h, w = nearest(height, width, factor)
     if h * w > most:
-        h, w = _shrunk(height, width, math.sqrt(height * width / most), factor)
+        h, w = shrunk(height, width, math.sqrt(height * width / most), factor)
     if frames * h * w > budget:
-        h, w = _shrunk(height, width, math.sqrt(frames * height * width / budget), factor)
+        h, w = shrunk(height, width, math.sqrt(frames * height * width / budget), factor)
     elif frames * h * w < least:
-        h, w = _enlarged(height, width, math.sqrt(least / (frames * height * width)), factor)
+        h, w = enlarged(height, width, math.sqrt(least / (frames * height * width)), factor)
     if h * w < least:
-        h, w = _enlarged(height, width, math.sqrt(least / (height * width)), factor)
-    return h, w
-
-
-def _shrunk(height: int, width: int, by: float, factor: int) -> tuple[int, int]:
-    h, w = (max(factor, math.floor(side / by / factor) * factor) for side in (height, width))
-    return h, w
-
-
-def _enlarged(height: int, width: int, by: float, factor: int) -> tuple[int, int]:
-    h, w = (math.ceil(side * by / factor) * factor for side in (height, width))
+        h, w = enlarged(height, width, math.sqrt(least / (height * width)), factor)
     return h, w
 
 
@@ -191,7 +135,7 @@ class MossVLProcessor:
         return cls(config, found)
 
     def describe(self) -> bytes:
-        return json.dumps({"resize": RESIZE, "normalise": "(x-127.5)/127.5"}, sort_keys=True).encode()
+        return json.dumps({"resize": RESIZE, "normalise": NORMALISE}, sort_keys=True).encode()
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -210,13 +154,7 @@ class MossVLProcessor:
         ]
 
     def _check(self, facts: MediumFacts) -> None:
-        ratio = max(facts.height, facts.width) / min(facts.height, facts.width)
-        if ratio > MAX_ASPECT_RATIO:
-            raise InvalidRequest(
-                "ASPECT_RATIO",
-                f"the sides {facts.width}x{facts.height} are as 1 to {ratio:.1f}, at most 1 to {MAX_ASPECT_RATIO}",
-                facts={"ratio": round(ratio, 3), "limit": MAX_ASPECT_RATIO},
-            )
+        check_ratio(facts.height, facts.width)
         factor = self.config.vision.factor
         if facts.kind == "video" and min(facts.height, facts.width) < factor:
             raise InvalidRequest(
