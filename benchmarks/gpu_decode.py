@@ -134,7 +134,7 @@ def measure(device: torch.device, *, layers: int, frames: int, rounds: int) -> d
     held = pools(half, max(BATCHES) * FRAME * frames)
     attention = make("flashinfer", held, heads=half.heads, fixed_rows=max(BATCHES))
     assert isinstance(attention, FlashInferAttention)
-    eager = EagerForward(device, half.forward, attention)
+    eager = EagerForward(half, attention)
     graph = GraphForward(half, half.forward, eager, attention.fixed(max(BATCHES)), CudaDevice(device))
     began = time.perf_counter()
     before = torch.cuda.memory_reserved(device)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.ahead import ended
-from decoder_service.answer import Answer
 from decoder_service.attaching import Attaching
 from decoder_service.entries import Entries
 from decoder_service.model import DecoderModel
-from decoder_service.options import Options
+from decoder_service.reply import Reply
 from decoder_service.sequence import DecodeSequence
 
 
@@ -23,10 +22,9 @@ class Branch:
     """One sequence.
 
     Args:
+        answer: what its caller is told of it.
         wake: called when there is something to tell or to advance.
         ahead: tokens that may be drawn before the last ones were told.
-        number: of the sequence among those of its call.
-        emitted: its first tokens, where an earlier attempt has told them.
 
     Attributes:
         changed: something was laid or announced, so that more may be computed.
@@ -36,18 +34,15 @@ class Branch:
         self,
         model: DecoderModel,
         opened: dpb.DecodeOpen,
-        options: Options,
+        answer: Reply,
         sequence: DecodeSequence,
         entries: Entries,
         *,
         wake: Callable[[], None],
         ahead: int,
-        number: int = 0,
-        emitted: Sequence[int] = (),
     ) -> None:
         self.sequence = sequence
-        sequence.coming = len(emitted)
-        self.answer = Answer(model, opened, options, sequence, number=number, emitted=emitted)
+        self.answer = answer
         self.seat = model.seat(
             sequence,
             self.answer.drawer,

@@ -12,7 +12,7 @@ from chiasm.models.family import DecoderHalf
 from chiasm.settings import SettingsError
 from decoder_service.compiled import Compiled
 from decoder_service.fixed_rows import FixedRows
-from decoder_service.forward import EagerForward, Forward
+from decoder_service.forward import Compute, EagerForward, Forward
 from decoder_service.graphs import GraphForward
 
 
@@ -46,7 +46,8 @@ def make_forward(
         attention: raises SettingsError for `flashinfer` where that cannot serve.
         graph_rows: the most rows of a step that is replayed as a CUDA graph, with FlashInfer's kernels; 0 for none.
             The torch backend is never captured: its plan decides on the host which tensors of which shapes there are.
-        compiled: torch compiles all but the attention, eager steps and graphs alike.
+        compiled: torch compiles all but the attention, eager steps and graphs alike. A step of which states are wanted
+            is computed as it is written: it would be another graph of each kind, for prompts alone.
         deterministic: no row depends on the others (`FixedRows`). Raises SettingsError together with `compiled`, for
             what a compiler makes of an expression depends on its shape.
     """
@@ -56,9 +57,9 @@ def make_forward(
                 "results that depend on no other row are not compiled", "--deterministic", "leave out --compile"
             )
         return FixedRows(half, make(attention, pools, heads=half.heads, deterministic=True), pools.features)
-    compute = Compiled(half) if compiled else half.forward
+    compute: Compute = Compiled(half) if compiled else half.forward
     chosen = make(attention, pools, heads=half.heads, fixed_rows=graph_rows)
-    eager = EagerForward(half.device, compute, chosen, pools.features)
+    eager = EagerForward(half, chosen, pools.features, compute=compute)
     if not graph_rows or not isinstance(chosen, FlashInferAttention):
         return eager
     return GraphForward(half, compute, eager, chosen.fixed(graph_rows), CudaDevice(half.device))

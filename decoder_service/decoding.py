@@ -1,4 +1,4 @@
-"""The life of one `Decode` call: messages in, a timeline computed as far as it can be, tokens out.
+"""The life of one `Decode` call: messages in, a timeline computed as far as it can be, tokens or states out.
 
 One coroutine does it all in turn: tell what was drawn, take what has come, let be computed what is ready, wait. What it
 changes it changes while nothing is computed of it (`Stepping.apart`). So nothing here needs a lock, and leaving it at
@@ -19,14 +19,17 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import unit_name
 from decoder_service import convert
 from decoder_service.ahead import Bell, ahead, ended
+from decoder_service.answer import Answer
 from decoder_service.branch import Branch
 from decoder_service.emitted import goes_on, read_emitted
 from decoder_service.entries import Entries
-from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded
+from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded, least
 from decoder_service.growth import Growth, broken_order
 from decoder_service.model import DecoderModel
 from decoder_service.options import read_options
+from decoder_service.pooled import Pooled, read_pooling
 from decoder_service.prefix import prompt_digest
+from decoder_service.reply import Reply
 from decoder_service.sequence import DecodeSequence
 
 UNREAD = 64
@@ -50,6 +53,9 @@ class Decoding:
             raise Unsupported("FEATURE_DISABLED", "n is not served while a timeline grows", facts={"field": "n"})
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._emitted = read_emitted(opened, self._options, model)
+        self._pooling = read_pooling(opened, model.engine.half.dtype)
+        # Tokens of the answer, as far as it is said: those of a timeline that samples nothing are none.
+        self._asked = self._options.max_tokens if self._pooling is None else 0
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
         self._inbox: Inbox = deque()
@@ -59,23 +65,21 @@ class Decoding:
         self._branches = [self._branch(self._sequence)]
         self._prompt = convert.ReadPrompt([], {})
         self._growth = Growth(model, self._sequence, self._kinds, self._items)
-        self._room = 0  # tokens that each sequence may draw, once it is known
+        self._entered = False  # it was laid, and waits for room or has it
+        self._room = 0  # tokens that each sequence may draw then
         self._closed = False
         self._ended = False  # the caller's side
         self._admitted = False
 
     def _branch(self, sequence: DecodeSequence, number: int = 0) -> Branch:
-        return Branch(
-            self._model,
-            self._open,
-            self._options,
-            sequence,
-            self._entries,
-            wake=self._arrived.ring,
-            ahead=UNREAD // 2,
-            number=number,
-            emitted=self._emitted.get(number, ()),
-        )
+        model, opened = self._model, self._open
+        answer: Reply
+        if self._pooling is None:
+            emitted = self._emitted.get(number, ())
+            answer = Answer(model, opened, self._options, sequence, number=number, emitted=emitted)
+        else:
+            answer = Pooled(opened, sequence, self._pooling)
+        return Branch(model, opened, answer, sequence, self._entries, wake=self._arrived.ring, ahead=UNREAD // 2)
 
     def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
         """What the caller is told, in order, ahead of it by at most `UNREAD` responses. Leaving it frees everything.
@@ -110,7 +114,7 @@ class Decoding:
                 if self._estimate and self._all_sized():
                     yield await self._told_estimate()
                     return
-                if not self._room and self._all_sized():
+                if not self._entered and self._all_sized():
                     await self._enter()
                 if not self._admitted and self._first.seat.admitted:
                     self._admitted = True
@@ -184,7 +188,7 @@ class Decoding:
         self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
         convert.check_slots(self._prompt.pieces, self._open.slots)
         if not self._estimate:
-            check_text(self._prompt.pieces, model.context_limit)
+            check_text(self._prompt.pieces, model.context_limit, answer=min(least(self._asked), 1))
             await asyncio.to_thread(self._sequence.extend, self._prompt.pieces)
 
     async def _give_back(self, reader: asyncio.Task[None] | None) -> None:
@@ -205,7 +209,7 @@ class Decoding:
 
     def _stuck(self) -> bool:
         """Nothing goes on without the caller."""
-        if not self._room and not self._all_sized():
+        if not self._entered and not self._all_sized():
             return True
         if self._first.answer.begun and len(self._branches) < self._options.n:
             return False  # the others begin now
@@ -277,7 +281,7 @@ class Decoding:
         """Once admitted a timeline stays within what it was promised; only a live one may be promised more. One that
         still waits for room waits for as much as it takes by now."""
         timeline, model = self._sequence.timeline, self._model
-        if not self._room:
+        if not self._entered:
             return
         used = max(timeline.counter, len(timeline)) + (1 if self._live else self._room)
         if used > model.context_limit:
@@ -292,15 +296,16 @@ class Decoding:
     async def _enter(self) -> None:
         """Lets the timeline wait for room in both pools; refuses what can never fit, with the longest answer."""
         model, needs = self._model, self._needs()
-        asked = self._options.max_tokens
-        if needs.context + (asked or 1) > model.context_limit:
+        asked = self._asked
+        if needs.context + least(asked) > model.context_limit:
             raise await asyncio.to_thread(self._parts().too_long, model.limits, asked)
         # What no pool can ever hold is refused by the model, which knows the numbers.
-        self._room = model.limits.room(needs, asked) or asked or 1
+        self._room = model.limits.room(needs, asked) or least(asked)
         for number, ids in self._emitted.items():
             if len(ids) > self._room:
                 raise goes_on(number, len(ids), self._room, "for which there is room")
         model.check_fits(text=needs.rows + (1 if self._live else self._room), visual=needs.visual)
+        self._entered = True
         self._first.enter(self._room)
 
     def _needs(self) -> Needs:
@@ -317,7 +322,7 @@ class Decoding:
 
     async def _told_estimate(self) -> dpb.DecodeResponse:
         """What the prompt needs, how much room it leaves, and what would make it fit if it leaves none."""
-        parts, limits, asked = self._parts(), self._model.limits, self._options.max_tokens
+        parts, limits, asked = self._parts(), self._model.limits, self._asked
         needs = await asyncio.to_thread(parts.needs)
         room = limits.room(needs, asked)
         fits_with = "" if room else await asyncio.to_thread(parts.fits_with, limits, asked)

@@ -22,17 +22,24 @@ from chiasm.models.family import DecoderHalf, Processor
 from chiasm.models.forms import CODECS
 from chiasm.timeline import UnitName
 from decoder_service.computing import MakeForward, make_forward
+from decoder_service.forward import widened
 from decoder_service.holdings import Holdings
 from decoder_service.prefix import Chain
 from decoder_service.sequence import DecodeSequence
 
 
 class Work(NamedTuple):
-    """A sequence's share of a step: its next `rows` rows, and which of their logits are wanted."""
+    """A sequence's share of a step: its next `rows` rows, and what is wanted of them.
+
+    Attributes:
+        wanted: the rows of which something is.
+        states: it is their states, and not their logits.
+    """
 
     sequence: DecodeSequence
     rows: int
-    logits: Literal["none", "last", "all"]
+    wanted: Literal["none", "last", "all"]
+    states: bool = False
 
 
 def token_bytes(half: DecoderHalf) -> tuple[int, int]:
@@ -148,7 +155,8 @@ class DecoderEngine:
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Work]) -> list[Tensor]:
-        """Computes the next rows of several sequences. Returns, for each, (wanted rows, vocabulary) logits in float32.
+        """Computes the next rows of several sequences. Returns, for each, (wanted rows, vocabulary) logits, or (wanted
+        rows, width) states, in float32 at least.
 
         Raises Overloaded if the self pool has no pages for all of them; nothing is then computed, and no page is taken.
         """
@@ -156,10 +164,23 @@ class DecoderEngine:
         step = Step([work.sequence.rows(work.rows) for work in batch])
         ids, positions = _rows(batch)
         wanted, counts = _wanted(batch)
-        logits = self._forward(step, ids, positions, wanted)
+        if any(work.states for work in batch):
+            found = self._headed(batch, self._forward.states(step, ids, positions, wanted).split(counts))
+        else:
+            found = list(self._forward(step, ids, positions, wanted).split(counts))
         for work in batch:
             work.sequence.computed += work.rows
-        return list(logits.split(counts))
+        return found
+
+    def _headed(self, batch: Sequence[Work], states: Sequence[Tensor]) -> list[Tensor]:
+        """States of those who want them, and logits of the others, for all of whom the head computes once."""
+        headless = [part for work, part in zip(batch, states, strict=True) if not work.states and len(part)]
+        made = self._forward.logits(torch.cat(headless)).split([len(part) for part in headless]) if headless else ()
+        logits, nothing = iter(made), torch.empty(0, self.half.vocab_size)
+        return [
+            widened(part) if work.states else next(logits) if len(part) else nothing
+            for work, part in zip(batch, states, strict=True)
+        ]
 
     def detach_moved(self, sequence: DecodeSequence) -> list[UnitName]:
         """Frees what is laid elsewhere now. Returns the units among it, which are to be attached anew. Raises as
@@ -187,7 +208,7 @@ def _rows(batch: Sequence[Work]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
     places: list[int] = []
     tokens: list[tuple[int, int]] = []
     at = 0
-    for sequence, count, _ in batch:
+    for sequence, count, *_ in batch:
         start, stop = sequence.computed, sequence.computed + count
         token = sequence.timeline.ordinary(start) if count == 1 else None
         if token is not None:
@@ -203,12 +224,12 @@ def _rows(batch: Sequence[Work]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
 
 
 def _wanted(batch: Sequence[Work]) -> tuple[list[int], list[int]]:
-    """Rows of the step whose logits are wanted, and how many of them belong to each sequence."""
+    """Rows of the step of which anything is wanted, and how many of them belong to each sequence."""
     rows: list[int] = []
     counts: list[int] = []
     at = 0
     for work in batch:
-        first = {"none": at + work.rows, "last": at + work.rows - 1, "all": at}[work.logits]
+        first = {"none": at + work.rows, "last": at + work.rows - 1, "all": at}[work.wanted]
         rows.extend(range(first, at + work.rows))
         counts.append(at + work.rows - first)
         at += work.rows

@@ -45,13 +45,20 @@ class Limits(NamedTuple):
     text: int
     visual: int
 
+    def left(self, needs: Needs) -> int:
+        """Tokens for which there is room after a prompt; below 0 for one that does not fit by itself."""
+        return -1 if needs.visual > self.visual else min(self.context - needs.context, self.text - needs.rows)
+
     def room(self, needs: Needs, asked: int | None) -> int:
         """Tokens that can be drawn after a prompt: as many as asked for, or as many as there is room for; 0 if it does
         not fit."""
-        left = min(self.context - needs.context, self.text - needs.rows)
-        if needs.visual > self.visual or left < (asked or 1):
-            return 0
-        return asked or left
+        left = self.left(needs)
+        return 0 if left < least(asked) else left if asked is None else asked
+
+
+def least(asked: int | None) -> int:
+    """Tokens that an answer needs: one at least, where it is not said how many. None are drawn where 0 is asked for."""
+    return 1 if asked is None else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ class PromptParts:
         Frames are taken as large as they were sized. Where a pixel budget made them smaller, fewer of them may be
         larger.
         """
-        if limits.room(self.needs(), asked):
+        if limits.left(self.needs()) >= least(asked):
             return ""
         if room := limits.room(self.needs(), None):
             return f"max_tokens={room}"
@@ -126,7 +133,7 @@ class PromptParts:
         fits, fails = 0, max(thinned, default=0)
         while fails - fits > 1:
             most = (fits + fails) // 2
-            if limits.room(self.needs(most=most), asked):
+            if limits.left(self.needs(most=most)) >= least(asked):
                 fits = most
             else:
                 fails = most
@@ -136,13 +143,13 @@ class PromptParts:
         """CONTEXT_LENGTH_EXCEEDED with every number: `needed` is the sum of `text`, of all shares in `media`, which are
         in the order of slots, and of `answer`."""
         needs = self.needs()
-        answer = asked or 1
+        answer = least(asked)
         axis = "rows" if needs.rows > needs.positions else "positions"
         media = [getattr(self.of_medium(slot), axis) for slot in sorted(self.media)]
         text = self.of_text().rows
         said = f"{text} of text" + (f", {sum(media)} of media" if media else "")
         return context_exceeded(
-            f"the prompt needs {needs.context} positions ({said}) and the answer {answer}",
+            f"the prompt needs {needs.context} positions ({said})" + (f" and the answer {answer}" if answer else ""),
             needed=needs.context + answer,
             limit=limits.context,
             text=text,
@@ -153,13 +160,14 @@ class PromptParts:
         )
 
 
-def check_text(pieces: Sequence[Piece], limit: int) -> None:
-    """Raises InvalidRequest for a prompt whose text alone fills the context, before any of it is laid."""
+def check_text(pieces: Sequence[Piece], limit: int, *, answer: int = 1) -> None:
+    """Raises InvalidRequest for a prompt whose text alone leaves no room for so long an answer, before any of it is
+    laid."""
     text = sum(len(piece) for piece in pieces if not isinstance(piece, Slot))
-    if text >= limit:
+    if text + answer > limit:
         raise context_exceeded(
-            f"the text has {text} tokens and the answer at least 1",
-            needed=text + 1,
+            f"the text has {text} tokens" + (f" and the answer at least {answer}" if answer else ""),
+            needed=text + answer,
             limit=limit,
             text=text,
             media="",

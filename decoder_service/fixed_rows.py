@@ -20,7 +20,7 @@ from chiasm.attention.backend import Attention, SequenceRows, Step
 from chiasm.layers.linear import Linear
 from chiasm.layers.mlp import keep_steady
 from chiasm.models.family import DecoderHalf
-from decoder_service.forward import Ints, overlay_of
+from decoder_service.forward import Compute, Ints, overlay_of, widened
 
 SIZES = (16, 32, 64, 128, 256)
 """Rows of a block. Products of 3 rows and fewer, in larger layers of 8 and fewer, give other float32 results than those
@@ -53,7 +53,25 @@ class FixedRows:
         self.sizes = agreeing(SIZES, self._products)
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        return widened(self._run(self._half.forward, step, ids, positions_3n, wanted))
+
+    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        return self._run(self._half.states, step, ids, positions_3n, wanted)
+
+    def logits(self, states_me: Tensor) -> Tensor:
         logits = []
+        for some in states_me.split(self.sizes[-1]):
+            padded = torch.cat([some, some[:1].expand(self._enough(len(some)) - len(some), -1)])
+            logits.append(self._half.logits(padded)[: len(some)])
+        return widened(torch.cat(logits))
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def _run(
+        self, compute: Compute, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> Tensor:
+        made = []
         overlaid = step.overlaid()
         for start, stop, size in blocks(step.rows, self.sizes):
             part = rows_of(step, start, stop)
@@ -64,7 +82,7 @@ class FixedRows:
             padded = [*here, *[0] * (self._enough(len(here)) - len(here))]
             device = self._half.device
             self._attention.plan(part)
-            some = self._half.forward(
+            some = compute(
                 torch.tensor([ids[row] for row in at], device=device),
                 torch.from_numpy(positions_3n[:, at]).to(device),
                 torch.from_numpy(seen).to(device) if seen.any() else None,
@@ -72,12 +90,8 @@ class FixedRows:
                 self._attention,
                 overlay_of(None if overlaid is None else overlaid[at], self._features),
             )
-            logits.append(some[: len(here)])
-        made = torch.cat(logits)
-        return made.to(torch.promote_types(made.dtype, torch.float32))
-
-    def prepare(self) -> None:
-        """Nothing."""
+            made.append(some[: len(here)])
+        return torch.cat(made)
 
     def _enough(self, count: int) -> int:
         """The size that so many rows are padded to."""

@@ -1,4 +1,4 @@
-"""How the rows of a step become logits: planned, copied to the device, computed.
+"""How the rows of a step become logits, or states: planned, copied to the device, computed.
 
 It knows the decoder half and its attention. It has never seen a sequence or a request, and it keeps nothing of a step.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Attention, Step
-from chiasm.models.family import Overlay
+from chiasm.models.family import DecoderHalf, Overlay
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,22 +32,31 @@ class Forward(Protocol):
         """
         ...
 
+    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        """(len(wanted), width) of the states that logits are made of, as the half computes them."""
+        ...
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        """Those of (M, width) of `states`, as a step that asks for them at once has them."""
+        ...
+
     def prepare(self) -> None:
         """Does what would else make the first steps wait."""
         ...
 
 
 class Compute(Protocol):
-    """`DecoderHalf.forward`, or what gives the same."""
+    """`DecoderHalf.forward` or `DecoderHalf.states`, or what gives the same."""
 
     def __call__(
         self,
         ids_n: Tensor,
         positions_3n: Tensor,
         sees_n: Tensor | None,
-        logits_at: Tensor,
+        rows_at: Tensor,
         attention: Attention,
         overlay: Overlay | None = None,
+        /,
     ) -> Tensor: ...
 
 
@@ -66,26 +75,51 @@ def overlay_of(slots: Ints | None, features: Tensor | None) -> Overlay | None:
     return Overlay(torch.from_numpy(rows).to(device), features[torch.from_numpy(slots[rows]).to(device)])
 
 
+def widened(numbers: Tensor) -> Tensor:
+    """In float32 at least."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
 class EagerForward:
     """`Forward` of any step: the host launches what the step needs.
 
     Args:
         features: of the pool, that lie over rows; None where nothing does.
+        compute: makes logits in place of the half. States are the half's own.
     """
 
     def __init__(
-        self, device: torch.device, compute: Compute, attention: Attention, features: Tensor | None = None
+        self,
+        half: DecoderHalf,
+        attention: Attention,
+        features: Tensor | None = None,
+        *,
+        compute: Compute | None = None,
     ) -> None:
-        self._device = device
-        self._compute = compute
+        self._half = half
+        self._compute = compute or half.forward
         self._attention = attention
         self._features = features
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        return widened(self._run(self._compute, step, ids, positions_3n, wanted))
+
+    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        return self._run(self._half.states, step, ids, positions_3n, wanted)
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        return widened(self._half.logits(states_me))
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def _run(
+        self, compute: Compute, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> Tensor:
         sees = step.sees()
-        device = self._device
+        device = self._half.device
         self._attention.plan(step)
-        logits = self._compute(
+        return compute(
             torch.tensor(ids, device=device),
             torch.from_numpy(positions_3n).to(device),
             torch.from_numpy(sees).to(device) if sees.any() else None,
@@ -93,7 +127,3 @@ class EagerForward:
             self._attention,
             overlay_of(step.overlaid(), self._features),
         )
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def prepare(self) -> None:
-        """Nothing."""

@@ -2,7 +2,8 @@
 
 There is a graph for each *bucket* of rows, twice: with the cross layers, and without them for steps in which no row
 sees anything. A step takes the smallest bucket that holds it; rows that are nobody's fill the rest. Whatever else comes
-(prefill, rows whose logits nobody wants, more rows than the largest bucket or more pages than its tables hold) is
+(prefill, rows whose logits nobody wants, or whose states somebody does, more rows than the largest bucket or more pages
+than its tables hold) is
 computed eagerly. What a step wrote to the pools is the same either way, so both may take turns.
 
 The runtime stands behind `chiasm.attention.capture.Device`; everything else here is the same on any device.
@@ -68,6 +69,12 @@ class GraphForward:
                 self._graphs.clear()
                 _log.warning("decode steps are not captured, and slower for it", exc_info=error.__cause__)
         return self._eager(step, ids, positions_3n, wanted)
+
+    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        return self._eager.states(step, ids, positions_3n, wanted)  # what is replayed has written its logits
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        return self._eager.logits(states_me)
 
     def prepare(self) -> None:
         """Captures every graph, on rows that are nobody's. The largest come first: the others fit in their memory."""

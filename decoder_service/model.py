@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from decoder_service.sampler import Draw, Drawn, draw_rows
 from decoder_service.scheduler import Scheduler
 from decoder_service.seats import Outcome, Plan, Seat
 from decoder_service.sequence import DecodeSequence
+from decoder_service.states import state_of
 from decoder_service.stepping import Result, Stepping
 
 P = ParamSpec("P")
@@ -46,11 +47,18 @@ LARGE_TEXT = 1 << 16
 
 
 class _Asked(NamedTuple):
-    """Of one sequence in a step. A token is drawn from its last row if it has a drawer."""
+    """Of one sequence in a step. A token is drawn from its last row if it has a drawer, or `state` says that it is
+    taken."""
 
     seat: Seat[DecodeSequence]
     rows: int
     drawer: Drawer | None
+    state: bool
+
+    @property
+    def work(self) -> Work:
+        wanted: Literal["none", "last"] = "last" if self.state or self.drawer is not None else "none"
+        return Work(self.seat.sequence, self.rows, wanted, self.state)
 
 
 class DecoderModel:
@@ -107,7 +115,7 @@ class DecoderModel:
             engine.holdings, max_rows=max_rows, max_units=max_units, max_running=max_running
         )
         self.stepping: Stepping[DecodeSequence] = Stepping(self.scheduler, self._step)
-        self._drawers: dict[DecodeSequence, Drawer] = {}
+        self._drawers: dict[DecodeSequence, Drawer | None] = {}
         self._closed = False
         self._device = PulsedThreads(1, "decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -150,10 +158,8 @@ class DecoderModel:
     def _compute(self, plan: Plan[DecodeSequence]) -> Result[DecodeSequence]:
         """In the device's thread. A fault of one is its own, whoever it runs with."""
         units = [self._attached(unit.work) for unit in plan.units]
-        asked = [_Asked(seat, 1, self._drawers[seat.sequence]) for seat in plan.singles]
-        asked += [
-            _Asked(seat, rows, self._drawers[seat.sequence] if draws else None) for seat, rows, draws in plan.shares
-        ]
+        asked = [self._asked(seat, 1, draws=True) for seat in plan.singles]
+        asked += [self._asked(seat, rows, draws=draws) for seat, rows, draws in plan.shares]
         outcomes = self._computed(asked)
         failed = any(isinstance(outcome, Exception) for outcome in outcomes)
         if failed:
@@ -166,6 +172,10 @@ class DecoderModel:
             if isinstance(outcome, Drawn) and outcome.ends
         ]
         return Result(units, outcomes, failed, ended)
+
+    def _asked(self, seat: Seat[DecodeSequence], rows: int, *, draws: bool) -> _Asked:
+        drawer = self._drawers[seat.sequence] if draws else None
+        return _Asked(seat, rows, drawer, state=draws and drawer is None)
 
     def _attached(self, work: Callable[[], None]) -> Exception | None:
         """Why a unit was not attached."""
@@ -181,16 +191,19 @@ class DecoderModel:
             return []
         try:
             self._reach("step")
-            logits = self.engine.step([Work(a.seat.sequence, a.rows, "last" if a.drawer else "none") for a in asked])
+            found = self.engine.step([one.work for one in asked])
         except Exception as error:
             if len(asked) == 1:
                 return [error]
             return [outcome for one in asked for outcome in self._computed([one])]
-        drawing = [(row[-1], one.drawer) for one, row in zip(asked, logits, strict=True) if one.drawer is not None]
+        drawing = [(row[-1], one.drawer) for one, row in zip(asked, found, strict=True) if one.drawer is not None]
         drawn = iter(_drawn([row for row, _ in drawing], [drawer.next() for _, drawer in drawing]))
         outcomes: list[Outcome] = []
-        for one in asked:
-            outcomes.append(None if one.drawer is None else _drew(one.drawer, next(drawn)))
+        for one, row in zip(asked, found, strict=True):
+            if one.drawer is not None:
+                outcomes.append(_drew(one.drawer, next(drawn)))
+            else:
+                outcomes.append(state_of(row[-1]) if one.state else None)
         return outcomes
 
     def check_fits(self, *, text: int, visual: int) -> None:
@@ -209,14 +222,18 @@ class DecoderModel:
     def seat(
         self,
         sequence: DecodeSequence,
-        drawer: Drawer,
+        drawer: Drawer | None,
         *,
         wake: Callable[[], None],
         tenant: bytes,
         priority: int,
         stops: frozenset[int],
     ) -> Seat[DecodeSequence]:
-        """A place among those who are computed. It ends with `release`."""
+        """A place among those who are computed. It ends with `release`.
+
+        Args:
+            drawer: draws its tokens; None for one whose last row's state is taken instead.
+        """
         self._drawers[sequence] = drawer
         return self.scheduler.seat(sequence, wake=wake, tenant=tenant, priority=priority, stops=stops)
 

@@ -8,11 +8,12 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from chiasm.fairness import Sharer
 from decoder_service.room import Room
+from decoder_service.states import State
 
 S = TypeVar("S", bound=Hashable)
 
-Outcome: TypeAlias = int | Exception | None
-"""Of a sequence in a step: the token drawn, None where none was to be drawn, or why it failed."""
+Outcome: TypeAlias = int | State | Exception | None
+"""Of a sequence in a step: the token drawn or the state taken, None where neither was to be, or why it failed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +29,7 @@ class Seat(Generic[S]):
         admitted: it has room.
         preempted: it had room, and has lost all it held. It is to be entered again.
         rows: to be computed.
-        draws: a token is drawn from the last of them.
+        draws: a token is drawn from the last of them, or its state is taken, which counts as one.
         allowed: tokens that may be drawn before its owner allows more.
         fresh: tokens drawn that its owner has not taken yet. (Between a step and its end a failure may be among them.)
         error: why it cannot go on.

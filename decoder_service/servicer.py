@@ -25,7 +25,13 @@ from decoder_service.model import DecoderModel
 
 _log = logging.getLogger(__name__)
 
-_MODES = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN, dpb.SAMPLE_MODE_ESTIMATE)
+_MODES = (
+    dpb.SAMPLE_MODE_WHEN_CLOSED,
+    dpb.SAMPLE_MODE_WHILE_OPEN,
+    dpb.SAMPLE_MODE_NEVER,
+    dpb.SAMPLE_MODE_ESTIMATE,
+)
+_DRAWING = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN)
 
 
 class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
@@ -135,7 +141,7 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         told |= {"request": first.open.request_id.hex(), "attempt": first.open.attempt}
         self._check(first.open)
         estimate = first.open.sample == dpb.SAMPLE_MODE_ESTIMATE
-        answer = 0 if estimate else answer_tokens(first.open.sampling)
+        answer = answer_tokens(first.open.sampling) if first.open.sample in _DRAWING else 0
         # What it is known by before its prompt is read and its media are sized.
         turn.weigh(first.open.prompt.ByteSize() // BYTES_PER_TOKEN + answer)
         decoding = Decoding(self.model, first.open)
@@ -175,6 +181,6 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
         if not opened.HasField("seed"):
             raise InvalidRequest("FIELD_MISSING", "seed is missing", facts={"field": "seed"})
         unbuilt = ["adapter"] if opened.adapter else []
-        unbuilt += [name for name in ("live", "states") if opened.HasField(name)]
+        unbuilt += ["live"] if opened.HasField("live") else []
         if unbuilt:
             raise Unsupported("FEATURE_DISABLED", f"{unbuilt[0]} is not served", facts={"field": unbuilt[0]})

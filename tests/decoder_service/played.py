@@ -133,9 +133,9 @@ class Interpreted:
         compute = Compiled(half) if compiled else half.forward
         workspace = torch.zeros(16, dtype=torch.uint8)
         eager = EagerForward(
-            half.device,
-            compute,
+            half,
             FlashInferAttention(pools, heads=half.heads, kernels=self.kernels, workspace=workspace),
+            compute=compute,
         )
         fixed = FixedAttention(
             pools,

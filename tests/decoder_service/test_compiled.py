@@ -52,7 +52,7 @@ class Traced:
             self.graphs.append(graph)
             return graph.forward
 
-        return EagerForward(half.device, Compiled(half, backend=keep), make(attention, pools, heads=half.heads))
+        return EagerForward(half, make(attention, pools, heads=half.heads), compute=Compiled(half, backend=keep))
 
 
 def test_steps_of_every_kind_give_the_logits_and_pools_of_eager_ones(tmp_path: Path) -> None:

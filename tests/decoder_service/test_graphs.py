@@ -152,7 +152,7 @@ def test_rows_that_look_at_the_same_slots_are_one_part_wherever_they_stand(make:
     positions = np.concatenate(
         [sequence.timeline.positions(sequence.computed, sequence.computed + 1) for sequence in asked], axis=1
     )
-    eager = EagerForward(engine.half.device, engine.half.forward, TorchAttention(engine.pools))
+    eager = EagerForward(engine.half, TorchAttention(engine.pools))
     with torch.inference_mode():
         expected = eager(Step(rows), ids, positions, range(5))
         assert_close(graphs.forward(Step(rows), ids, positions, range(5)), expected)

@@ -156,6 +156,12 @@ class TellingForward:
             at += one.rows
         return torch.from_numpy(np.stack(scored) if scored else np.empty((0, self._half.vocab_size), np.float32))
 
+    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+        raise NotImplementedError("nobody asks it for states")
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        raise NotImplementedError("nobody asks it for states")
+
     def prepare(self) -> None:
         """Nothing."""
 
