@@ -263,6 +263,20 @@ class LocalService:
                 async for response in responses:
                     yield response
 
+    async def embed(
+        self,
+        request: rpb.EmbedRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.EmbedResponse, None]:
+        """A vector in its pieces, and the end. Raises as `generate`, and names the model in place as it does."""
+        self._name(request)
+        async with aclosing(self.router.embed(request, timeout=timeout)) as responses:
+            with _as_told(request.request_id):
+                async for response in responses:
+                    yield response
+
     async def estimate(
         self,
         request: rpb.EstimateRequest,
@@ -308,7 +322,7 @@ class LocalService:
     ) -> None:
         """It is ready since it was started."""
 
-    def _name(self, request: rpb.GenerateRequest | rpb.EstimateRequest) -> None:
+    def _name(self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> None:
         if request.model == self._asked:
             request.model = self.name
 

@@ -46,7 +46,7 @@ class Answer(Reply):
         emitted: Sequence[int] = (),
     ) -> None:
         super().__init__(opened, sequence, number=number)
-        sequence.coming = len(emitted)
+        sequence.coming = max(len(emitted), 1)
         self._model = model
         self._options = options
         self._emitted = emitted  # that is not laid yet

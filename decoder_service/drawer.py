@@ -81,7 +81,7 @@ class Drawer:
         first draw."""
         assert not self.drawn, "an answer is gone on with from its beginning"
         self._sequence.timeline.append_text(ids)
-        self._sequence.coming = 0
+        self._sequence.coming = 1
         self._elsewhere = ids
         self.drawn = len(ids)
 

@@ -102,6 +102,7 @@ class Pooled(Reply):
 
     def __init__(self, opened: dpb.DecodeOpen, sequence: DecodeSequence, pooling: Pooling) -> None:
         super().__init__(opened, sequence)
+        sequence.coming = 0
         self._pooling = pooling
 
     @property

@@ -38,7 +38,8 @@ class DecodeSequence:
         computed: rows whose keys and values are in the self pool.
         spared: rows among them that were computed before, by others or for an earlier request.
         attached_tokens: visual tokens it has in the cross pool.
-        coming: tokens of its answer that are known and will be laid behind its prompt.
+        coming: tokens that will be laid behind it next: its answer's, as far as it is known, or the one that is drawn;
+            none where nothing is.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class DecodeSequence:
         self.computed = 0
         self.spared = 0
         self.attached_tokens = 0
-        self.coming = 0
+        self.coming = 1
         self._chain = chain or Chain(None, 1)
         self._unit_layout = unit_layout
         self._overlaid = overlaid
@@ -125,8 +126,8 @@ class DecodeSequence:
 
     @property
     def due_rows(self) -> int:
-        """Rows that it has once its next token is drawn, or all that are coming are laid."""
-        return len(self.timeline) + max(self.coming, 1)
+        """Rows that it has once all that are coming are laid."""
+        return len(self.timeline) + self.coming
 
     def _lay(self) -> None:
         while len(self._rows) < len(self._pieces):

@@ -40,7 +40,7 @@ RETRY_SECONDS: Final = 1.0
 """At least, until a refused request may come again."""
 
 
-def cost_of(request: rpb.GenerateRequest | rpb.EstimateRequest) -> int:
+def cost_of(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> int:
     """Tokens of prompt, media and answers, about."""
     prompt = request.prompt
     ids = sum(len(part.tokens.ids) for part in prompt.plain.parts)
@@ -54,17 +54,19 @@ def _medium(medium: pb.Media) -> int:
     return max(size // BYTES_PER_VISUAL_TOKEN, 1) if size else MEDIUM_TOKENS
 
 
-def check_fits(request: rpb.GenerateRequest, context_limit: int) -> None:
+def check_fits(request: rpb.GenerateRequest | rpb.EmbedRequest, context_limit: int) -> None:
     """Refuses what no worker can ever run, whatever its text and media come to.
 
     Raises InvalidRequest CONTEXT_LENGTH_EXCEEDED.
     """
     ids = sum(len(part.tokens.ids) for part in request.prompt.plain.parts)
-    needed = ids + (request.sampling.max_tokens or 1)
+    answer = (request.sampling.max_tokens or 1) if isinstance(request, rpb.GenerateRequest) else 0
+    needed = ids + answer
     if needed > context_limit:
         raise InvalidRequest(
             "CONTEXT_LENGTH_EXCEEDED",
-            f"the ids of the prompt and the answer need {needed} positions, the context has {context_limit}",
+            f"the ids of the prompt{' and the answer' * bool(answer)} need {needed} positions, "
+            f"the context has {context_limit}",
             facts={"needed": needed, "limit": context_limit, "fits_with": ""},
         )
 
@@ -131,8 +133,8 @@ class Admission:
         Args:
             cost: in tokens (`cost_of`).
             seconds: to its deadline.
-            waits: for a first token. One that asks for none, or that has it and goes on, is only counted: its wait is
-                not foretold, and nobody's from it.
+            waits: for a first token, or for a vector. One that asks for neither, or that has it and goes on, is only
+                counted: its wait is not foretold, and nobody's from it.
 
         Raises DeadlineExceeded if there is no time left, and Overloaded, with a time to try again: MEMORY_FULL,
         TENANT_QUOTA, QUEUE_FULL for what is in flight, TOO_LATE for a request that would wait longer than it may.

@@ -106,7 +106,7 @@ def _pressure(worker: Worker[Any]) -> tuple[int, int]:
     return worker.busyness, worker.cost
 
 
-def affinity_keys(request: rpb.GenerateRequest, tenant_root: bytes) -> list[bytes]:
+def affinity_keys(request: rpb.GenerateRequest | rpb.EmbedRequest, tenant_root: bytes) -> list[bytes]:
     """What a timeline may have in common with others of its tenant, the largest part first: its media, then the text
     that it begins with."""
     keys = []
@@ -123,7 +123,7 @@ def affinity_keys(request: rpb.GenerateRequest, tenant_root: bytes) -> list[byte
     return keys
 
 
-def _first_text(request: rpb.GenerateRequest) -> bytes:
+def _first_text(request: rpb.GenerateRequest | rpb.EmbedRequest) -> bytes:
     """At most `TEXT_CHUNK` bytes, up to the first medium."""
     text = b""
     turns = request.prompt.conversation.turns

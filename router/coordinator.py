@@ -1,72 +1,42 @@
-"""One answer, from its media to its last token: the only place where encoders and a decoder are brought together, and
-with `router.encoding` the only place that decides to ask again.
+"""One answer in tokens, from its media to its last token.
 
-One `Encode` per medium, one `Decode` for the timeline. Sizes are shared among the media, go is given once the decoder
-has admitted them, entries are forwarded as they become ready, and nothing is told to the client before the decoder
-has begun to answer, which it does only when every medium was decoded to its end. A decoder that is lost at whatever
-token is replaced: the next one is told the timeline and what the client has (`router.answer`), in an attempt of its own
-(`router.attempt`). The request never changes. It touches messages, never tensors.
+Nothing is told to the client before the decoder has begun to answer, which it does only when every medium was decoded
+to its end. A decoder that is lost at whatever token is replaced, as any is (`router.computing`): the next one is told
+what the client has (`router.answer`) besides, and goes on behind it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
-from chiasm.errors import (
-    Cancelled,
-    ChiasmError,
-    DeadlineExceeded,
-    Overloaded,
-    StatusError,
-    Unavailable,
-)
-from chiasm.rpc.times import to_duration, to_seconds
+from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
-from router.answer import Answer, OutOfStep
-from router.attempt import LAST_WORDS, Attempt
+from router.answer import Answer
+from router.attempt import Attempt
 from router.basis import Basis, model_changed
-from router.choice import affinity_keys
-from router.encoding import LOST, PAUSE, Encoding
+from router.computing import INITIAL_CREDIT, Computing
 from router.fleet import DecoderWorker, Fleet, Served, speaks_as
-from router.laying import computed, opened, ready_at, sized_at
+from router.laying import computed, opened
 from router.media import Source
 from router.quarantine import Quarantine
 from router.resume_token import Resumable, ResumeTokens
 from router.spread import Spread
-from router.window import PATIENCE, Window
-from router.work import WHOLE, Work
-
-_log = logging.getLogger(__name__)
-
-INITIAL_CREDIT: Final = 64 << 20
-"""Bytes of entries a medium may have pinned before any is attached; one unit always passes."""
-
-DECODERS: Final = 4
-"""Decoders that may be lost over one request without having drawn a token of it: what ends two by itself is refused
-before that (`router.quarantine`)."""
-
-ATTEMPTS: Final = 8
-"""Decoders that may be lost over one request in all. Its client may go on with it, later or elsewhere."""
+from router.window import PATIENCE
+from router.work import WHOLE
 
 
-class Coordinator(Work):
-    """Serves one checked `GenerateRequest`. Arguments are those of `Work`, and
+class Coordinator(Computing[rpb.GenerateResponse]):
+    """Serves one checked `GenerateRequest`. Arguments are those of `Computing`, and
 
     Args:
         resumed: what the token said that came with the request; None for one that begins.
-        patience: seconds that a client is given to read.
 
     Attributes:
-        seams: what happened to the stream that its client did not see, by name: `resumed` (decoders that went on with
-            it), `repeated` and `stale` (messages that were not told).
+        seams: as of any, and `resumed` (decoders that went on with it), `repeated` (messages that were not told).
     """
 
     def __init__(
@@ -85,69 +55,35 @@ class Coordinator(Work):
         tenant: str = "",
         quarantine: Quarantine | None = None,
     ) -> None:
-        items = checked.item_paths(request.prompt, len(request.media))
         super().__init__(
+            request,
+            sources,
             fleet,
             model if resumed is None else replace(model, text_fingerprint=resumed.text_fingerprint),
-            request.media,
-            sources,
-            items,
             tenant_root=tenant_root,
             deadline=deadline,
             credit=credit,
             spread=spread,
+            patience=patience,
             priority=request.priority,
             tenant=tenant,
-            keys=affinity_keys(request, tenant_root),
             quarantine=quarantine,
         )
         self._request = request
         self._basis = Basis(request, model, ResumeTokens(tenant_root), resumed)
         self._number = 0 if resumed is None else resumed.attempt
         self._answer = Answer(checked.sequences(request.sampling), request.resume.emitted)
-        self._window = Window(patience=patience)
-        self._attempt: Attempt | None = None
         self._began = False
-        self._losses = 0
-        self._barren = 0  # of those: without a token
-        self._answered = False
         self._end: pb.Finished | None = None  # that the client has not been told
         self._resumed = 0
-        self._stale = 0
-
-    async def run(self) -> AsyncGenerator[rpb.GenerateResponse, None]:
-        """The events of the answer. Closing it cancels every call of the request.
-
-        Raises ChiasmError; DeadlineExceeded names the stage at which the time was up.
-        """
-        self.start(self._run_decoders)
-        if self.remaining is not None:
-            self.start(self._watch_clock)
-        try:
-            while (event := await self._window.get()) is not None:
-                yield event
-        finally:
-            await self.end()
-
-    async def _watch_clock(self) -> None:
-        """One clock for the whole request: one for each event costs more than the event."""
-        await asyncio.sleep(max(self.remaining or 0.0, 0.0))
-        stage = self.stage
-        error = DeadlineExceeded(f"the deadline passed while the request was at {stage}", stage=stage)
-        self._window.end(error, at_once=True)
-
-    async def failed(self, error: Exception) -> None:
-        unread = getattr(error, "reason", "") == "SLOW_CONSUMER"
-        if unread or not self._answered:
-            self._window.end(error, at_once=unread)
-            self.halt()  # a client that does not read may not come back for its error
-        for medium in self.media:
-            medium.accounted.set()  # nobody waits for what will not come
 
     @property
     def begun(self) -> bool:
-        """Its client was told that the answer begins."""
         return self._began
+
+    @property
+    def tokens(self) -> int:
+        return self._answer.tokens
 
     @property
     def patient(self) -> bool:
@@ -155,63 +91,18 @@ class Coordinator(Work):
 
     @property
     def seams(self) -> dict[str, int]:
-        found = {"resumed": self._resumed, "repeated": self._answer.dropped, "stale": self._stale}
-        return {name: count for name, count in found.items() if count}
-
-    @property
-    def stage(self) -> str:
-        """What the request waits for now, as `DeadlineExceeded.stage` names it."""
-        early = self.early_stage
-        if early is not None:
-            return early
-        attempt = self._attempt
-        if attempt is None or attempt.over or not attempt.admitted:
-            return "queue"
-        unannounced = [medium for medium in self.media if not medium.all_announced]
-        if unannounced:
-            return "encode" if all(medium.source.whole for medium in unannounced) else "fetch"
-        return "decode" if attempt.began else "prefill"
+        found = {"resumed": self._resumed, "repeated": self._answer.dropped}
+        return super().seams | {name: count for name, count in found.items() if count}
 
     # -- decoders, one after the other -------------------------------------------------------------------------------
 
-    async def _run_decoders(self) -> None:
-        """Asks a decoder, and another one whenever one is lost."""
-        started = False
-        while True:
-            worker = await self._choose_decoder()
-            self._trial = self.tried(worker, b"answer", *await computed(self._request, self.media))
-            if await self._trial.begin() and not await self.still_there(worker):
-                self._trial.end()  # whoever was waited for has ended it
-                continue
-            attempt = self._begin(worker)
-            if not started:
-                started = True
-                for medium in self.media:
-                    self.start(medium.run)
-            try:
-                await attempt.run(self._on, self._tell_end, timeout=self.allowance)
-            except Overloaded as error:
-                if attempt.admitted or not self.turned_away(worker, error):
-                    raise
-            except (*LOST, OutOfStep) as error:
-                self.fleet.lost(worker)
-                if getattr(error, "reason", "") == "DRAINING" and not attempt.heard:
-                    await asyncio.sleep(PAUSE)  # it has not begun: that costs the request nothing but a moment
-                    continue
-                if not isinstance(error, Cancelled) and self._trial.lost():
-                    raise self._trial.refused() from error
-                self._count_loss(attempt, error)
-            except StatusError as error:
-                if error.reason == "NOT_RESUMABLE":
-                    error.code = "ABORTED"
-                raise
-            else:
-                self._window.end()  # only now: the decoder has given back what the timeline held
-                return
-            finally:
-                self._trial.end()
-                attempt.over = True
-                self._stale += attempt.stale
+    def _opened(self) -> dpb.DecodeOpen:
+        open_ = opened(self._request, self.media, seed=self._basis.seed)
+        open_.emitted.extend(self._answer.emitted())
+        return open_
+
+    async def _computed(self) -> list[bytes]:
+        return [b"answer", *await computed(self._request, self.media)]
 
     async def _choose_decoder(self) -> DecoderWorker:
         """One that can be reached, and of the model that the tokens told so far came from."""
@@ -227,51 +118,13 @@ class Coordinator(Work):
         return worker
 
     def _begin(self, worker: DecoderWorker) -> Attempt:
-        """A new attempt, which is told all that is known of the timeline, in an order that a decoder takes."""
-        self._number += 1
         self._resumed += self._answer.tokens > 0
-        attempt = self._attempt = Attempt(self._number, worker)
         self._answer.reopen()
-        open_ = opened(self._request, self.model, self.media, seed=self._basis.seed)
-        open_.request_id, open_.tenant_root, open_.attempt = self.id, self.root, attempt.number
-        open_.fairness_key = self.tenant
-        open_.emitted.extend(self._answer.emitted())
-        attempt.told.put(dpb.DecodeRequest(open=open_))
-        attempt.told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
-        for medium in self.media:
-            if medium.sized is not None:
-                attempt.told.put(self._sized_at(medium))
-        for medium in self.media:
-            for ready in [*medium.announced.values()]:
-                self.on_ready(medium, ready)
-        return attempt
-
-    def _count_loss(self, attempt: Attempt, error: Exception) -> None:
-        """Raises Unavailable DECODER_LOST if that was one too many. What the client has stays good."""
-        self._losses += 1
-        self._barren += not attempt.tokens
-        told = self._answer.tokens
-        _log.warning(
-            "decoder lost",
-            extra={
-                "request": self.id.hex(),
-                "attempt": attempt.number,
-                "tokens": told,
-                "reason": error.reason if isinstance(error, ChiasmError) else "OUT_OF_STEP",
-            },
-        )
-        if self._barren >= DECODERS or self._losses >= ATTEMPTS:
-            raise Unavailable(
-                "DECODER_LOST",
-                f"{self._losses} decoders were lost over this request, the last one after {told} tokens",
-                retry_after=1.0,
-                facts={"tokens": told, "lost": self._losses},
-            ) from error
+        return super()._begin(worker)
 
     # -- what a decoder tells ----------------------------------------------------------------------------------------
 
     async def _on(self, response: dpb.DecodeResponse) -> bool:
-        """Takes a response of the running attempt. Returns whether the answer is complete."""
         attempt = self._attempt
         assert attempt is not None, "a decoder answers an attempt"
         which = response.WhichOneof("message")
@@ -289,19 +142,8 @@ class Coordinator(Work):
         elif which == "started":
             attempt.began = True
             await self._on_started(attempt, response.started)
-        elif which == "admitted":
-            attempt.admitted = True
-            held: list[set[int]] = [set() for _ in self.media]
-            for unit in response.admitted.held:
-                held[unit.slot].add(unit.unit)
-            for medium, units in zip(self.media, held, strict=True):
-                medium.go(units)
-        elif which == "attached":
-            for unit in response.attached.units:
-                self.media[unit.slot].attached(unit.unit)
-        elif which == "missing":
-            unit = response.missing.unit
-            self.media[unit.slot].missing(unit.unit)
+        else:
+            self._on_timeline(response)
         return False
 
     async def _on_started(self, attempt: Attempt, started: pb.Started) -> None:
@@ -331,43 +173,3 @@ class Coordinator(Work):
     async def _tell_end(self) -> None:
         assert self._end is not None, "a decoder has had its last word"
         await self._window.put(rpb.GenerateResponse(finished=await self._accounted(self._end)))
-
-    async def _accounted(self, finished: pb.Finished) -> pb.Finished:
-        """With what only the encoders know, and may not have said yet: a decoder is quick with a short answer. No
-        answer is lost because an encoder is at that moment."""
-        self._answered = True
-        try:
-            async with asyncio.timeout(LAST_WORDS):
-                for medium in self.media:
-                    await medium.accounted.wait()
-        except TimeoutError:
-            _log.warning("unaccounted", extra={"request_id": self._request.request_id})
-        finished.usage.media.extend(m.usage for m in self.media if m.usage is not None)
-        for name in ("fetch", "decode_media", "encode"):
-            spent = sum(to_seconds(getattr(m.times, name)) for m in self.media)
-            getattr(finished.times, name).CopyFrom(to_duration(spent))
-        return finished
-
-    # -- what the media tell -----------------------------------------------------------------------------------------
-
-    def on_sized(self, encoding: Encoding) -> None:
-        if self._attempt is not None:
-            self._attempt.told.put(self._sized_at(encoding))
-
-    def _sized_at(self, medium: Encoding) -> dpb.DecodeRequest:
-        message = sized_at(medium)
-        assert medium.sized_by is not None, "somebody has sized it"
-        encoder, form = medium.sized_by
-        if form != self.form_of(
-            encoder, medium
-        ):  # it was asked for another decoder: entries for this one have other keys
-            for unit in message.sized.units:
-                unit.ClearField("key")
-        return message
-
-    def on_ready(self, encoding: Encoding, ready: epb.EncodeReady) -> None:
-        assert self._attempt is not None, "entries are asked for by a decoder"
-        if self.takes(ready.entry.form):
-            self._attempt.told.put(ready_at(encoding, ready))
-        else:  # it was made for a decoder that was lost; this one takes other forms
-            encoding.missing(ready.unit)

@@ -15,11 +15,11 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router import request as checked
-from router.coordinator import DECODERS
+from router.computing import DECODERS
 from router.dispatch import Outbox
 from router.encoding import LOST, Encoding
 from router.fleet import DecoderWorker, Fleet, Served
-from router.laying import sized_at
+from router.laying import laid, sized_at
 from router.media import Source
 from router.work import Work
 
@@ -101,18 +101,10 @@ class Estimating(Work):
 
     async def _lay(self, worker: DecoderWorker) -> dpb.DecodeAdmitted:
         told: Outbox[dpb.DecodeRequest] = Outbox()
-        opened = dpb.DecodeOpen(
-            request_id=self.id,
-            attempt=1,
-            model=self.model.name,
-            fingerprint=self.model.fingerprint,
-            tenant_root=self.root,
-            prompt=self._request.prompt,
-            slots=[dpb.Slot(slot=m.slot, kind=self._request.media[m.slot].kind, item=m.item) for m in self.media],
-            seed=0,
-            sample=dpb.SAMPLE_MODE_ESTIMATE,
-            fairness_key=self.tenant,
-        )
+        opened = laid(self._request, self.media)
+        opened.request_id, opened.tenant_root, opened.attempt = self.id, self.root, 1
+        opened.model, opened.fingerprint, opened.fairness_key = self.model.name, self.model.fingerprint, self.tenant
+        opened.seed, opened.sample = 0, dpb.SAMPLE_MODE_ESTIMATE
         told.put(dpb.DecodeRequest(open=opened))
         told.put(dpb.DecodeRequest(close=dpb.DecodeClose()))
         for medium in self.media:

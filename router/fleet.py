@@ -220,6 +220,7 @@ class Served:
         ready: whether an encoder and a decoder that fit could take a request now.
         text_fingerprint: of what shapes tokens beside the entries, where an answer has begun and only a decoder of an
             equal one may go on with it. Empty: any may.
+        embeds: whether its decoders tell states.
     """
 
     name: str
@@ -229,6 +230,7 @@ class Served:
     layers: int
     ready: bool = True
     text_fingerprint: bytes = b""
+    embeds: bool = True
 
 
 class Fleet(Protocol):

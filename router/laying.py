@@ -10,29 +10,31 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.encoding import Encoding
-from router.fleet import Served
 
 
-def opened(request: rpb.GenerateRequest, model: Served, media: Sequence[Encoding], *, seed: int) -> dpb.DecodeOpen:
+def laid(
+    request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest, media: Sequence[Encoding]
+) -> dpb.DecodeOpen:
+    """The timeline of a request, whatever is asked about it."""
+    slots = [dpb.Slot(slot=m.slot, kind=request.media[m.slot].kind, item=m.item) for m in media]
+    return dpb.DecodeOpen(prompt=request.prompt, slots=slots)
+
+
+def opened(request: rpb.GenerateRequest, media: Sequence[Encoding], *, seed: int) -> dpb.DecodeOpen:
     """What is the same in each attempt at an answer."""
-    return dpb.DecodeOpen(
-        model=model.name,
-        fingerprint=model.fingerprint,
-        prompt=request.prompt,
-        slots=[dpb.Slot(slot=m.slot, kind=request.media[m.slot].kind, item=m.item) for m in media],
-        sampling=request.sampling,
-        seed=seed,
-        sample=dpb.SAMPLE_MODE_WHEN_CLOSED,
-        prompt_visibility=request.prompt_visibility,
-        priority=request.priority,
-    )
+    open_ = laid(request, media)
+    open_.sampling.CopyFrom(request.sampling)
+    open_.seed, open_.sample = seed, dpb.SAMPLE_MODE_WHEN_CLOSED
+    open_.prompt_visibility, open_.priority = request.prompt_visibility, request.priority
+    return open_
 
 
-async def computed(request: rpb.GenerateRequest, media: Sequence[Encoding]) -> list[bytes]:
+async def computed(request: rpb.GenerateRequest | rpb.EmbedRequest, media: Sequence[Encoding]) -> list[bytes]:
     """What a decoder is given to compute, as far as that could be what ends it."""
     sampling = pb.SamplingParams()
-    sampling.CopyFrom(request.sampling)
-    sampling.ClearField("seed")
+    if isinstance(request, rpb.GenerateRequest):
+        sampling.CopyFrom(request.sampling)
+        sampling.ClearField("seed")
     digests = [
         await medium.source.digest() or asked.handle.encode()
         for medium, asked in zip(media, request.media, strict=True)

@@ -145,7 +145,14 @@ class MemberFleet:
         pairs = {}
         for worker, info in self._decoders.up():
             for model in info.models:
-                served = Served(model.name, model.fingerprint, model.family, model.context_limit, model.layers)
+                served = Served(
+                    model.name,
+                    model.fingerprint,
+                    model.family,
+                    model.context_limit,
+                    model.layers,
+                    embeds=dpb.SAMPLE_MODE_NEVER in model.modes,
+                )
                 if self._encoders_of(served, worker):
                     pairs[model.name] = served
         return pairs

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 from chiasm.errors import ChiasmError
 from chiasm.rpc.v1 import router_pb2 as rpb
 
-OPERATIONS = ("generate", "estimate", "upload")
+OPERATIONS = ("generate", "embed", "estimate", "upload")
 
 DROPPED = ("repeated", "stale")
 

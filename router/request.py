@@ -17,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from chiasm.errors import InvalidRequest, NotFound, PermissionDenied, Unsupported
 from chiasm.rpc.limits import GUIDE_BYTES, GUIDE_CHOICES, LISTED_FRAMES, TEXT_BYTES
+from chiasm.rpc.tensor import NUMBER_BYTES
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 
@@ -63,6 +64,19 @@ def check_generate(request: rpb.GenerateRequest) -> None:
     _check_media(request.prompt, request.media)
 
 
+def check_embed(request: rpb.EmbedRequest) -> None:
+    """Raises as `check_generate` does."""
+    check_label(request.request_id)
+    _check_counts(request)
+    _refuse(request, ("adapter", "budget"))
+    if request.dtype not in (pb.DTYPE_UNSPECIFIED, *NUMBER_BYTES):
+        known = request.dtype in pb.Dtype.values()
+        shown = pb.Dtype.Name(request.dtype).removeprefix("DTYPE_").lower() if known else f"dtype {request.dtype}"
+        raise Unsupported("FEATURE_DISABLED", f"embeddings are not sent as {shown}", facts={"field": "dtype"})
+    _no_unknown_fields(request, "")
+    _check_media(request.prompt, request.media)
+
+
 def check_estimate(request: rpb.EstimateRequest) -> None:
     """Raises as `check_generate` does."""
     check_label(request.request_id)
@@ -72,7 +86,7 @@ def check_estimate(request: rpb.EstimateRequest) -> None:
     _check_media(request.prompt, request.media)
 
 
-def _refuse(request: rpb.GenerateRequest | rpb.EstimateRequest, fields: Sequence[str]) -> None:
+def _refuse(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest, fields: Sequence[str]) -> None:
     """Refuses what this release does not serve, by name."""
     said = {field.name for field, _ in request.ListFields()}
     for name in fields:
@@ -80,7 +94,7 @@ def _refuse(request: rpb.GenerateRequest | rpb.EstimateRequest, fields: Sequence
             raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
 
 
-def _check_counts(request: rpb.GenerateRequest | rpb.EstimateRequest) -> None:
+def _check_counts(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> None:
     """Bounds every list before anything walks along it: two bytes of a message are an element of one, and millions of
     them would hold up everybody else's streams."""
     turns, plain = request.prompt.conversation.turns, request.prompt.plain.parts

@@ -15,21 +15,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from chiasm.cache.tenant import LOCAL
-from chiasm.errors import ChiasmError, DeadlineExceeded, NotFound, Unavailable
+from chiasm.errors import ChiasmError, DeadlineExceeded, NotFound, Unavailable, Unsupported
 from chiasm.rpc.line import line
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
 from router.admission import Admission, AdmissionLimits, check_fits, cost_of
+from router.computing import Computing
 from router.coordinator import Coordinator
+from router.embedding import Embedding
 from router.estimate import Estimating
 from router.fleet import Fleet, Served
 from router.meter import Meter, Telling
 from router.quarantine import SECONDS, Quarantine
-from router.request import check_estimate, check_generate, check_label, item_paths
+from router.request import check_embed, check_estimate, check_generate, check_label, item_paths
 from router.resume_token import Resumable, ResumeTokens, refused, request_digest
 from router.sources import Sources, until
 from router.spread import Spread
@@ -38,6 +43,8 @@ from router.uploads import UploadLimits, Uploads
 from router.window import PATIENCE, slow_consumer
 
 _log = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Message)
 
 REQUEST_ID = "x-request-id"
 """Metadata in which a caller may name its request, and in which every call is told its name."""
@@ -96,7 +103,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self.admission = Admission(self.limits.admission, several=tenant_of is not None)
         self.local = Tenant(LOCAL, tenant_root, self.limits.quota)
         self._tenant_of = tenant_of
-        self._answering: set[Coordinator] = set()
+        self._answering: set[Computing[Any]] = set()
 
     async def let_go(self) -> None:
         """Ends every answer that still runs with Unavailable DRAINING, behind what waits for its client. Each has been
@@ -135,35 +142,80 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                     said["resumes"] = resumed.label
                     model = replace(model, fingerprint=resumed.fingerprint)  # there may be several under one name
                 async with self._sources(request, tenant, deadline) as sources:
-                    while True:
-                        work = Coordinator(
-                            request,
-                            sources,
-                            self.fleet,
-                            model,
-                            tenant_root=tenant.root,
-                            tenant=tenant.name,
-                            deadline=deadline,
-                            spread=self.limits.spread,
-                            resumed=resumed,
-                            patience=self.limits.slow_seconds,
-                            quarantine=self.quarantine,
-                        )
-                        said["request"] = work.id.hex()
-                        try:
-                            with self._counted(work, said):
-                                async with aclosing(work.run()) as events:
-                                    async for event in events:
-                                        admitted.began()
-                                        telling(event)
-                                        yield event
-                            return
-                        except Unavailable as error:
-                            # Who has heard of an answer, now or from another router, is given no other model's.
-                            if error.reason != "MODEL_REPLACED" or work.begun or resumed is not None:
-                                raise
-                            model = await self._find(request.model, deadline)
-                            check_fits(request, model.context_limit)
+                    make = partial(Coordinator, request, sources, self.fleet, resumed=resumed)
+                    served = self._served(make, request, model, tenant, deadline, said, again=resumed is None)
+                    async with aclosing(served) as events:
+                        async for event in events:
+                            admitted.began()
+                            telling(event)
+                            yield event
+
+    async def embed(
+        self,
+        request: rpb.EmbedRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
+        tenant: Tenant | None = None,
+    ) -> AsyncGenerator[rpb.EmbedResponse, None]:
+        """A vector in its pieces, once it is whole, and the end. Arguments and errors are those of `generate`."""
+        label = request.request_id or new_label()
+        with self._told("embed", label) as (said, _):
+            deadline = self._deadline(timeout)
+            check_embed(request)
+            tenant = tenant or self.local
+            left = deadline - time.monotonic()
+            with self.admission.admit(tenant, cost_of(request), seconds=left) as admitted:
+                model = await self._find(request.model, deadline)
+                check_fits(request, model.context_limit)
+                if not model.embeds:
+                    raise Unsupported("OPERATION_UNSUPPORTED", f"the decoders of {model.name} tell no states")
+                async with self._sources(request, tenant, deadline) as sources:
+                    make = partial(Embedding, request, sources, self.fleet)
+                    async with aclosing(self._served(make, request, model, tenant, deadline, said)) as events:
+                        async for event in events:
+                            admitted.began()
+                            yield event
+
+    async def _served(
+        self,
+        make: Callable[..., Computing[E]],
+        request: rpb.GenerateRequest | rpb.EmbedRequest,
+        model: Served,
+        tenant: Tenant,
+        deadline: float,
+        said: dict[str, object],
+        *,
+        again: bool = True,
+    ) -> AsyncGenerator[E, None]:
+        """The events of a request.
+
+        Args:
+            make: makes it for a model.
+            again: it may be made again for another model of the same name, before anything was told of it. Who has
+                heard of an answer, now or from another router, is given no other model's.
+        """
+        while True:
+            work = make(
+                model,
+                tenant_root=tenant.root,
+                tenant=tenant.name,
+                deadline=deadline,
+                spread=self.limits.spread,
+                patience=self.limits.slow_seconds,
+                quarantine=self.quarantine,
+            )
+            said["request"] = work.id.hex()
+            try:
+                with self._counted(work, said):
+                    async with aclosing(work.run()) as events:
+                        async for event in events:
+                            yield event
+                return
+            except Unavailable as error:
+                if error.reason != "MODEL_REPLACED" or work.begun or not again:
+                    raise
+                model = await self._find(request.model, deadline)
+                check_fits(request, model.context_limit)
 
     async def estimate(
         self,
@@ -209,7 +261,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             rpb.Model(
                 name=name,
                 family=served.family,
-                operations=[rpb.OPERATION_GENERATE],
+                operations=[rpb.OPERATION_GENERATE, *([rpb.OPERATION_EMBED] if served.embeds else [])],
                 media_kinds=[pb.MEDIA_KIND_IMAGE, pb.MEDIA_KIND_VIDEO],
                 context_limit=served.context_limit,
                 layers=served.layers,
@@ -230,7 +282,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 async for event in events:
                     await self._write(event, context)
 
-    async def _write(self, event: rpb.GenerateResponse, context: Any) -> None:
+    async def Embed(  # type: ignore[override]  # as `Generate`
+        self, request: rpb.EmbedRequest, context: Any
+    ) -> None:
+        with _named(context, request.request_id) as request.request_id:
+            tenant = self._tenant(context)
+            async with aclosing(self.embed(request, timeout=context.time_remaining(), tenant=tenant)) as events:
+                async for event in events:
+                    await self._write(event, context)
+
+    async def _write(self, event: Message, context: Any) -> None:
         """Sends an event. gRPC takes it as long as the client's own window has room, some megabytes as a rule, and then
         waits for the client to read; what it was given last is all that it keeps."""
         try:
@@ -265,7 +326,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 said |= telling.facts
 
     @contextmanager
-    def _counted(self, work: Coordinator, said: dict[str, object]) -> Iterator[None]:
+    def _counted(self, work: Computing[Any], said: dict[str, object]) -> Iterator[None]:
         """Keeps an answer where `let_go` finds it, and tells what its stream went through when it has ended."""
         self._answering.add(work)
         try:
@@ -315,7 +376,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             return self.local
         return self._tenant_of(dict(context.invocation_metadata() or ()))
 
-    def _sources(self, request: rpb.GenerateRequest | rpb.EstimateRequest, tenant: Tenant, deadline: float) -> Sources:
+    def _sources(
+        self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest, tenant: Tenant, deadline: float
+    ) -> Sources:
         items = item_paths(request.prompt, len(request.media))
         return Sources(self.uploads, tenant.root, request.media, items, deadline)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+from google.protobuf.message import Message
 
 from chiasm.errors import ServerError
-from chiasm.rpc.v1 import router_pb2 as rpb
 
 EVENTS: Final = 256
 """Events that wait for a client at most, beside the one that is put last."""
@@ -33,7 +34,10 @@ def slow_consumer(seconds: float) -> ServerError:
     )
 
 
-class Window:
+E = TypeVar("E", bound=Message)
+
+
+class Window(Generic[E]):
     """A queue with one reader and one writer at a time.
 
     Args:
@@ -45,7 +49,7 @@ class Window:
         self._events = events
         self._size = size
         self._patience = patience
-        self._waiting: deque[tuple[rpb.GenerateResponse, int]] = deque()
+        self._waiting: deque[tuple[E, int]] = deque()
         self._bytes = 0
         self._there = asyncio.Event()
         self._room = asyncio.Event()
@@ -53,7 +57,7 @@ class Window:
         self._over = False
         self._error: Exception | None = None
 
-    async def put(self, event: rpb.GenerateResponse) -> None:
+    async def put(self, event: E) -> None:
         """Adds an event, then waits until there is room for another. Whoever is cancelled meanwhile has added it.
 
         Raises ServerError SLOW_CONSUMER if no room is made in time.
@@ -73,7 +77,7 @@ class Window:
         except TimeoutError:
             raise slow_consumer(self._patience) from None
 
-    async def get(self) -> rpb.GenerateResponse | None:
+    async def get(self) -> E | None:
         """The next event; None behind the last. Raises what `end` was given, behind the events before it."""
         while not self._waiting:
             if self._error is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
@@ -19,7 +20,7 @@ from chiasm.client.call import within
 from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey, Headers, check_targets, remote
 from chiasm.client.convert import INLINE_BYTES, Outgoing
 from chiasm.client.defaults import IDLE_TIMEOUT, IN_SAMPLING, OF_CLIENT, TIMEOUT, Defaults, Link, label_of
-from chiasm.client.events import Estimate, Generation, ModelInfo
+from chiasm.client.events import Embedding, Estimate, Generation, ModelInfo
 from chiasm.client.keywords import known_keywords
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
 from chiasm.client.sending import send, sending
@@ -28,7 +29,13 @@ from chiasm.client.transport import Metadata, Opener, Transport, in_process
 from chiasm.client.types import Content, Message, ResumePoint, SamplingParams, prompt_of
 from chiasm.client.upload import Upload
 from chiasm.rpc.limits import MAX_SECONDS
-from chiasm.rpc.v1.router_pb2 import EstimateResponse, GenerateRequest, ListModelsResponse, UploadResponse
+from chiasm.rpc.v1.router_pb2 import (
+    EmbedResponse,
+    EstimateResponse,
+    GenerateRequest,
+    ListModelsResponse,
+    UploadResponse,
+)
 
 if TYPE_CHECKING:
     import grpc
@@ -274,6 +281,51 @@ class AsyncClient:
                 request_id=request_id,
             )
         )
+
+    @known_keywords({"input": "content", "instructions": "system", "dimensions": "embedding.vector[:...]"})
+    async def embed(
+        self,
+        model: str,
+        content: Content | None = None,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        media: Sequence[Medium] | None = None,
+        normalize: bool = True,
+        timeout: float | EllipsisType | None = ...,  # noqa: ASYNC109 - the server is told it as well
+        request_id: str | None = None,
+    ) -> Embedding:
+        """One vector for a prompt, text and media together: the state of its last token after the final norm.
+
+        What runs together is computed together; many are asked for with `asyncio.gather`. A conversation is laid with
+        the model's template, up to where its answer would begin; `token_ids` are laid as they are.
+
+        Args:
+            system: what the model is told first, beside `content`.
+            normalize: the vector is scaled to length 1.
+
+        Further arguments and errors are those of `generate`; cancelling the task cancels the request. Raises TypeError
+        for `system` beside another than `content`.
+        """
+        prompt = prompt_of(content, messages, token_ids, media, system=system)
+        outgoing = partial(
+            convert.to_embed,
+            model,
+            prompt,
+            request_id=label_of(request_id),
+            normalize=normalize,
+            inline=self._defaults.inline,
+        )
+        ready = await asyncio.to_thread(outgoing)
+
+        async def ask(transport: Transport, left: float | None, metadata: Metadata) -> list[EmbedResponse]:
+            call = transport.embed(ready.request, timeout=left, metadata=metadata)
+            async with sending(transport, ready.uploads, left, metadata), aclosing(call) as responses:
+                return [response async for response in responses]
+
+        label = ready.request.request_id
+        return reading.to_embedding(await self._ask(ask, timeout, label), label)
 
     @known_keywords()
     async def estimate(

@@ -13,7 +13,7 @@ from chiasm.client.async_client import AsyncClient
 from chiasm.client.attempts import MAX_RESUMES, RESUME_TIMEOUT
 from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey
 from chiasm.client.defaults import IDLE_TIMEOUT, IN_SAMPLING, OF_CLIENT, TIMEOUT, label_of
-from chiasm.client.events import Estimate, Generation, ModelInfo
+from chiasm.client.events import Embedding, Estimate, Generation, ModelInfo
 from chiasm.client.keywords import known_keywords
 from chiasm.client.loop import LoopThread
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
@@ -189,6 +189,35 @@ class Client:
             inline=self._client.inline,
         )
         return self._loop.run(whole(self._client.send(lambda: outgoing, label, timeout)))
+
+    @known_keywords({"input": "content", "instructions": "system", "dimensions": "embedding.vector[:...]"})
+    def embed(
+        self,
+        model: str,
+        content: Content | None = None,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        media: Sequence[Medium] | None = None,
+        normalize: bool = True,
+        timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
+    ) -> Embedding:
+        """One vector for a prompt, text and media together. As `AsyncClient.embed`; Ctrl-C cancels the request."""
+        return self._loop.run(
+            self._client.embed(
+                model,
+                content,
+                system=system,
+                messages=messages,
+                token_ids=token_ids,
+                media=media,
+                normalize=normalize,
+                timeout=timeout,
+                request_id=request_id,
+            )
+        )
 
     @known_keywords()
     def estimate(

@@ -50,7 +50,7 @@ _OPTIONS = (
 
 _REQUEST_ID = re.compile(r"[ -~]{1,128}")
 
-R = TypeVar("R", rpb.GenerateRequest, rpb.EstimateRequest)
+R = TypeVar("R", rpb.GenerateRequest, rpb.EmbedRequest, rpb.EstimateRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,16 @@ def to_generate(
     if resume is not None:
         request.resume.resume_token = resume.token
         request.resume.emitted.add(sequence=0, ids=resume.ids)
+    return _filled(request, model, prompt, request_id, inline)
+
+
+def to_embed(
+    model: str, prompt: Prompt, *, request_id: str, normalize: bool = True, inline: int | None = None
+) -> Outgoing[rpb.EmbedRequest]:
+    """As `to_generate`, for a vector. Raises TypeError for a `normalize` that is none."""
+    if not isinstance(normalize, bool):
+        raise TypeError(f"normalize must be True or False, not {normalize!r}")
+    request = rpb.EmbedRequest(normalize=normalize, dtype=pb.DTYPE_FLOAT32)
     return _filled(request, model, prompt, request_id, inline)
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 FinishReason: TypeAlias = Literal["stop", "length", "closed", "other"]
 """`stop`: the model ended its turn, or a stop string or stop token came. `length`: `max_tokens` or the end of the
 context. `closed`: the timeline was closed while it was sampled. `other`: a reason of a newer server."""
@@ -198,6 +201,22 @@ class Generation:
     stop: str | None = None
     attempts: int = 1
     resumes: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Embedding:
+    """What a prompt comes to, text and media together, as one vector.
+
+    Attributes:
+        vector: (width,) of the model: the state of the prompt's last token after the final norm, of length 1 unless it
+            was asked for as it is. It cannot be written to.
+        usage: `output_tokens` is 0.
+    """
+
+    vector: npt.NDArray[np.float32]
+    usage: Usage
+    times: StageTimes
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,18 @@
-"""The server's words to the client's: events, usage, models, estimates, handles.
+"""The server's words to the client's: events, usage, vectors, models, estimates, handles.
 
 `Reader` turns the responses of one answer into events, in order. Knows no transport and no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from chiasm.client.events import (
+    Embedding,
     Estimate,
     Event,
     Finished,
@@ -29,6 +32,7 @@ from chiasm.client.events import (
 )
 from chiasm.client.media import Frames, Handle, Image, Video
 from chiasm.errors import ServerError
+from chiasm.rpc.tensor import Gathered
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -177,6 +181,25 @@ def _stage_times(times: pb.StageTimes) -> StageTimes:
         assert isinstance(value, Duration), f"{field.name} is no duration"
         said[field.name] = to_seconds(value)
     return StageTimes(**said)
+
+
+def to_embedding(responses: Iterable[rpb.EmbedResponse], request_id: str) -> Embedding:
+    """The vector of a call. Raises ServerError INTERNAL for one that is not whole, or not what was asked for."""
+    vector, finished = Gathered(), None
+    for response in responses:
+        kind = response.WhichOneof("event")
+        if kind == "embedding":
+            try:
+                vector.add(response.embedding)
+            except ValueError as error:
+                raise ServerError("INTERNAL", str(error)) from error
+        elif kind == "finished":
+            finished = response.finished
+    said = vector.descriptor
+    if finished is None or not vector.whole or said.dtype != pb.DTYPE_FLOAT32 or len(said.shape) != 1:
+        raise ServerError("INTERNAL", "the embedding that came is no whole vector of 32-bit floats")
+    numbers = np.frombuffer(vector.data, dtype="<f4").astype(np.float32, copy=False)
+    return Embedding(numbers, _usage(finished.usage), _stage_times(finished.times), request_id)
 
 
 def to_models(response: rpb.ListModelsResponse) -> tuple[ModelInfo, ...]:

@@ -63,6 +63,19 @@ class Remote:
                 async for response in responses:
                     yield response
 
+    async def embed(
+        self,
+        request: rpb.EmbedRequest,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.EmbedResponse, None]:
+        with self._errors(timeout):
+            left = await self._connected(timeout)
+            async with aclosing(streamed(self._stub.Embed(request, timeout=left, metadata=metadata))) as responses:
+                async for response in responses:
+                    yield response
+
     async def estimate(
         self,
         request: rpb.EstimateRequest,

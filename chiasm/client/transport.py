@@ -14,6 +14,8 @@ from typing import Protocol, TypeAlias, cast
 
 from chiasm.errors import Unsupported
 from chiasm.rpc.v1.router_pb2 import (
+    EmbedRequest,
+    EmbedResponse,
     EstimateRequest,
     EstimateResponse,
     GenerateRequest,
@@ -38,6 +40,12 @@ class Transport(Protocol):
         self, request: GenerateRequest, *, timeout: float | None, metadata: Metadata = ()
     ) -> AsyncGenerator[GenerateResponse, None]:
         """The events of an answer. Closing the generator cancels the request and frees everything it holds."""
+        ...
+
+    def embed(
+        self, request: EmbedRequest, *, timeout: float | None, metadata: Metadata = ()
+    ) -> AsyncGenerator[EmbedResponse, None]:
+        """A vector in its pieces, and the end. As `generate`."""
         ...
 
     async def estimate(

@@ -199,20 +199,25 @@ def prompt_of(
     messages: Sequence[Message] | None,
     token_ids: Sequence[int] | None,
     media: Sequence[Medium] | None,
+    *,
+    system: str | None = None,
 ) -> Prompt:
     """The prompt that the arguments of a call make.
 
-    Raises TypeError unless exactly one of `content`, `messages` and `token_ids` is given, and for `media` beside
-    another than `token_ids`.
+    Raises TypeError unless exactly one of `content`, `messages` and `token_ids` is given, for `media` beside another
+    than `token_ids`, and for `system` beside another than `content`.
     """
     if sum(given is not None for given in (content, messages, token_ids)) != 1:
         raise TypeError("give one of content (one user turn), messages= (several turns) and token_ids=")
+    if system is not None and content is None:
+        raise TypeError("system= goes with content; elsewhere it is the first of messages=")
     if token_ids is not None:
         return TokenPrompt(checks.token_ids("token_ids", token_ids), _media(media or ()))
     if media is not None:
         raise TypeError("media= goes with token_ids=; elsewhere a medium is part of the content")
     if content is not None:
-        return (Message("user", content),)
+        told = () if system is None else (Message("system", system),)
+        return (*told, Message("user", content))
     assert messages is not None, "one of the three is given"
     if isinstance(messages, Message) or not all(isinstance(message, Message) for message in messages):
         raise TypeError("messages is a sequence of Message(role, content)")

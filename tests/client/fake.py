@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+import numpy as np
 from blake3 import blake3
 
 from chiasm.client import Opener
 from chiasm.client.transport import Metadata
+from chiasm.rpc.tensor import parts_of
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -89,6 +91,15 @@ ESTIMATE = rpb.EstimateResponse(
     media=[rpb.MediaEstimate(usage=finished().finished.usage.media[0], entry_bytes=1 << 20)],
 )
 
+VECTOR = np.arange(6, dtype=np.float32) / 8
+
+
+def embedding(data: bytes = VECTOR.tobytes(), dtype: pb.Dtype.ValueType = pb.DTYPE_FLOAT32) -> list[rpb.EmbedResponse]:
+    """A whole one, of six numbers."""
+    parts = parts_of(pb.TensorDescriptor(name="embedding", dtype=dtype, shape=[6]), data)
+    end = rpb.EmbedResponse(finished=finished().finished)
+    return [*(rpb.EmbedResponse(embedding=part) for part in parts), end]
+
 
 class FakeTransport:
     """Replays `responses`; an exception among them is raised, `WAIT` waits until the call is cancelled.
@@ -147,6 +158,17 @@ class FakeTransport:
             self.tasks.append(asyncio.current_task())
             if not complete:
                 self.cancelled.set()
+
+    async def embed(
+        self,
+        request: rpb.EmbedRequest,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - the signature of a transport
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.EmbedResponse, None]:
+        self.timeouts.append(timeout)
+        for response in embedding():
+            yield response
 
     async def estimate(
         self,

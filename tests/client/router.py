@@ -48,6 +48,8 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         self.headers: list[dict[str, str | bytes]] = []
         self.remaining: list[float | None] = []
         self.beside: list[dict[str, str | bytes]] = []
+        self.embeds: list[rpb.EmbedRequest] = []
+        self.embedding = fake.embedding()
         self.estimates: list[rpb.EstimateRequest] = []
         self.uploads: list[list[rpb.UploadRequest]] = []
         self.whole: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -94,6 +96,12 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         )
         response.expire_time.FromSeconds(1_900_000_000)
         return response
+
+    async def Embed(self, request: rpb.EmbedRequest, context: Any) -> AsyncIterator[rpb.EmbedResponse]:
+        self.beside.append(dict(context.invocation_metadata()))
+        self.embeds.append(request)
+        for response in self.embedding:
+            yield response
 
     async def Estimate(self, request: rpb.EstimateRequest, context: Any) -> rpb.EstimateResponse:
         self.beside.append(dict(context.invocation_metadata()))

@@ -109,7 +109,7 @@ async def test_every_call_goes_to_a_router_that_can_be_reached(tmp_path: Path) -
         async with serving(ResumableRouter()) as server:
             async with AsyncClient([nobody(), silent, server.target], connect_timeout=0.3) as client:
                 await client.wait_ready(20)
-            for call in ("generate", "estimate", "list_models", "upload"):
+            for call in ("generate", "embed", "estimate", "list_models", "upload"):
                 async with AsyncClient([nobody(), silent, server.target], connect_timeout=0.3) as client:
                     arguments = {"list_models": (), "upload": (Image(b"\x89PNG"),)}.get(call, ("fake", "Read."))
                     assert await getattr(client, call)(*arguments)

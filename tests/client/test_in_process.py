@@ -231,6 +231,23 @@ def test_frames_and_arrays_are_uploaded_as_what_they_are(client: Client) -> None
     assert (again.ids, encoded(again), again.usage.media[0].kind) == (told.ids, 0, "image")
 
 
+def test_an_embedding_is_one_vector_of_length_1_whose_likes_are_alike(client: Client) -> None:
+    shown = [Image(path.read_bytes()) for path in sorted(HELD_OUT.glob("image_*.png"))[:2]]
+    first, second = (client.embed("digits", [READ, picture]) for picture in shown)
+    again = client.embed("digits", [READ, shown[0]], normalize=False)
+    assert first.vector.dtype == np.float32 and first.vector.ndim == 1 and not first.vector.flags.writeable
+    assert abs(float(first.vector @ first.vector) - 1) < 1e-6
+    likeness = float(first.vector @ again.vector / np.linalg.norm(again.vector))
+    assert likeness > 1 - 1e-6 > float(first.vector @ second.vector)
+    assert first.usage.media[0].kind == "image" and first.usage.output_tokens == 0
+    told = client.embed("digits", READ, system="Be brief.", request_id="mine")
+    same = client.embed("digits", messages=[Message("system", "Be brief."), Message("user", READ)])
+    assert told.request_id == "mine"
+    np.testing.assert_allclose(told.vector, same.vector, rtol=0, atol=1e-6)
+    assert client.embed("digits", token_ids=[4, 5, 6]).usage.prompt_tokens == 3
+    assert "embed" in client.list_models()[0].operations
+
+
 def test_an_estimate_is_what_the_answer_then_uses(client: Client) -> None:
     content: Content = [
         "Read the digits.",

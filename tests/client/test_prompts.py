@@ -1,4 +1,4 @@
-"""Prompts of a caller's own tokenizer, options of sampling, and what a prompt would cost."""
+"""Prompts of a caller's own tokenizer, options of sampling, what a prompt would cost, and what it is as a vector."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chiasm.client import AsyncClient, Client, Estimate, Image, Message, SamplingParams, Video
-from chiasm.errors import InvalidRequest
+from chiasm.client import AsyncClient, Client, Embedding, Estimate, Image, Message, SamplingParams, Video
+from chiasm.errors import InvalidRequest, ServerError
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import router_pb2 as rpb
+from tests.client import fake
 from tests.client.fake import FakeTransport
 from tests.client.router import ScriptedRouter, serving
 
@@ -101,3 +104,53 @@ async def test_an_estimate_says_what_a_prompt_would_cost() -> None:
     first, second = router.estimates
     assert (first.request_id, first.model, first.media[0].sampling.max_frames) == ("mine", "fake", 4)
     assert list(second.prompt.plain.parts[0].tokens.ids) == [1, 2]
+
+
+async def test_an_embedding_is_a_vector_and_what_it_used() -> None:
+    router = ScriptedRouter()
+    async with serving(router) as server, AsyncClient(server.target) as client:
+        embedding = await client.embed("fake", ["What?", Image(b"\x89PNG")], system="Be brief.", request_id="mine")
+        await client.embed("fake", token_ids=[1, 2], normalize=False)
+    assert isinstance(embedding, Embedding)
+    assert embedding.request_id == "mine"
+    assert embedding.vector.dtype == np.float32 and embedding.vector.tolist() == fake.VECTOR.tolist()
+    assert embedding.usage.prompt_tokens == 30
+    first, second = router.embeds
+    assert [turn.role for turn in first.prompt.conversation.turns] == [pb.ROLE_SYSTEM, pb.ROLE_USER]
+    assert (first.request_id, first.model, len(first.media), first.normalize) == ("mine", "fake", 1, True)
+    assert (first.dtype, second.normalize) == (pb.DTYPE_FLOAT32, False)
+    assert list(second.prompt.plain.parts[0].tokens.ids) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        fake.embedding()[:1],
+        fake.embedding()[1:],
+        fake.embedding(b"x" * 12, pb.DTYPE_FLOAT16),
+        fake.embedding(b"x" * 23),
+        [*fake.embedding()[:1], *fake.embedding()],
+    ],
+    ids=["no end", "no vector", "another type", "a byte short", "twice"],
+)
+async def test_a_vector_that_is_not_whole_is_an_error_of_the_server(came: list[rpb.EmbedResponse]) -> None:
+    router = ScriptedRouter()
+    router.embedding = came
+    async with serving(router) as server, AsyncClient(server.target) as client:
+        with pytest.raises(ServerError) as caught:
+            await client.embed("fake", "What?")
+    assert caught.value.reason == "INTERNAL"
+
+
+async def test_an_embedding_takes_one_prompt_and_no_sampling() -> None:
+    async with AsyncClient("localhost:1") as client:
+        for options in ({}, {"messages": [Message("user", "a")], "system": "b"}, {"token_ids": [1], "system": "b"}):
+            with pytest.raises(TypeError):
+                await client.embed("fake", **options)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="normalize"):
+            await client.embed("fake", "a", normalize=1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            await client.embed("fake", "a", max_tokens=3)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest) as caught:
+            await client.embed("fake", "")
+    assert caught.value.reason == "EMPTY_PROMPT"

@@ -68,6 +68,11 @@ class Oracle(Model):
     @torch.inference_mode()
     def logits(self, timeline: Timeline, clips: Mapping[int, Clip]) -> Tensor:
         """(rows, vocabulary): those behind every row."""
+        return self._decoder.logits(self.states(timeline, clips))
+
+    @torch.inference_mode()
+    def states(self, timeline: Timeline, clips: Mapping[int, Clip]) -> Tensor:
+        """(rows, width): what they are made of."""
         half, rows = self._decoder, len(timeline)
         boundaries = torch.from_numpy(timeline.boundaries())
         sees, cross = None, []
@@ -82,7 +87,7 @@ class Oracle(Model):
             sees = boundaries[:, 1] > boundaries[:, 0]
         attention = DenseAttention(1, cross, boundaries.unsqueeze(0))
         ids, positions = torch.tensor(timeline.ids()), torch.from_numpy(timeline.positions())
-        return half.forward(ids, positions, sees, torch.arange(rows), attention)
+        return half.states(ids, positions, sees, torch.arange(rows), attention)
 
 
 @dataclass

@@ -341,7 +341,7 @@ OPENINGS: dict[str, tuple[Callable[[dpb.DecodeOpen], object], str]] = {
     "seed": (lambda opened: opened.ClearField("seed"), "FIELD_MISSING"),
     "adapter": (lambda opened: setattr(opened, "adapter", "a"), "FEATURE_DISABLED"),
     "live": (lambda opened: opened.live.SetInParent(), "FEATURE_DISABLED"),
-    "states": (lambda opened: opened.states.SetInParent(), "FEATURE_DISABLED"),
+    "states": (lambda opened: opened.states.SetInParent(), "SAMPLING_CONFLICT"),
     "tenant_root": (lambda opened: opened.ClearField("tenant_root"), "FIELD_MISSING"),
 }
 

@@ -130,6 +130,26 @@ async def test_token_ids_of_a_callers_own_say_what_text_and_media_say(served: Tr
         assert caught.value.reason == "PLACEHOLDER_MISMATCH"
 
 
+async def test_an_embedding_equals_that_of_one_process_and_survives_its_decoder(served: Trio) -> None:
+    asked: list[Content] = [["Read the digits.", Video(clip().path)], ["Say something."]]
+    async with AsyncClient.in_process("digits") as inside, AsyncClient(served.target) as outside:
+        here = [await inside.embed("digits", content) for content in asked]
+        there = await asyncio.gather(*(outside.embed("digits", content) for content in asked * 4))
+        for one, other in zip(there, here * 4, strict=True):
+            np.testing.assert_allclose(one.vector, other.vector, rtol=0, atol=1e-5)
+            assert abs(float(np.linalg.norm(one.vector)) - 1) < 1e-6
+            assert one.usage.prompt_tokens == other.usage.prompt_tokens
+        served.decoder.pause()
+        asking = asyncio.create_task(outside.embed("digits", asked[0]))
+        await running_requests(served, 1)
+        await asyncio.sleep(0.2)  # its prompt is on its way to a process that does not move
+        await asyncio.to_thread(served.decoder.kill)
+        served.decoder.start()
+        np.testing.assert_allclose((await asking).vector, here[0].vector, rtol=0, atol=1e-5)
+    await asyncio.to_thread(served.decoder.wait_for, "ready")
+    await served.settled(seconds=45)
+
+
 # -- uploads, estimates, models ----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from chiasm.cache.arena import ArenaStore
 from chiasm.cache.region import Region
 from chiasm.client import Content, ResumePoint
 from chiasm.errors import ConnectionFailed, Unavailable
-from router.coordinator import ATTEMPTS
+from router.computing import ATTEMPTS
 from tests.faults.clips import FRAMES, unseen
 from tests.faults.injectors import injected
 from tests.faults.injectors.points import Points

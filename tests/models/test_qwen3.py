@@ -4,6 +4,7 @@ several texts and of one."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -52,3 +53,27 @@ def test_steps_of_several_texts_say_what_a_whole_pass_says(dtype: torch.dtype, t
         for one, text in zip(got, texts, strict=True):
             expected = theirs(input_ids=torch.tensor([text])).logits[0, -11:]
             torch.testing.assert_close(torch.stack(one), expected.to(one[0].dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_states_are_those_of_a_whole_pass_whoever_draws_beside_them(tmp_path: Path) -> None:
+    """Texts in one step, of some their states and of others their logits."""
+    folder, theirs = _qwen3.both(tmp_path, torch.float32, TEXT)
+    model = Model(folder)
+    engine = DecoderEngine(model.decoder(dtype=torch.float32), model.processor, text_tokens=256, visual_tokens=8)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(16, 256, (length,), generator=generator).tolist() for length in (3, 30, 17, 9, 5)]
+    sequences = [engine.sequence() for _ in texts]
+    for sequence, text in zip(sequences, texts, strict=True):
+        sequence.extend([text])
+    wanted: list[Literal["none", "last", "all"]] = ["last", "last", "all", "all", "none"]
+    works = [
+        Work(one, len(text), want, states=at % 2 == 0)
+        for at, (one, text, want) in enumerate(zip(sequences, texts, wanted, strict=True))
+    ]
+    got = engine.step(works)
+    for at, (rows, text, want) in enumerate(zip(got, texts, wanted, strict=True)):
+        with torch.inference_mode():
+            told = theirs(input_ids=torch.tensor([text]), output_hidden_states=True)
+        whole = (told.logits if at % 2 else told.hidden_states[-1])[0]
+        expected = {"none": whole[:0], "last": whole[-1:], "all": whole}[want]
+        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5)

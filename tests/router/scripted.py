@@ -10,7 +10,8 @@ from chiasm.local import LocalService
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
-from router.coordinator import INITIAL_CREDIT, Coordinator
+from router.computing import INITIAL_CREDIT
+from router.coordinator import Coordinator
 from router.fleet import DecoderCalls, DecoderWorker, EncoderCalls, EncoderWorker, Served, Worker
 from router.media import Inline
 from router.spread import Spread

@@ -14,7 +14,7 @@ from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServerEr
 from chiasm.rpc.call import streamed
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.admission import cost_of
-from router.coordinator import ATTEMPTS
+from router.computing import ATTEMPTS
 from router.resume_token import LEEWAY, ResumeTokens
 from router.servicer import RouterLimits
 from router.tenants import Quota

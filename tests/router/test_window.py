@@ -16,7 +16,7 @@ def event(size: int = 1) -> rpb.GenerateResponse:
     return rpb.GenerateResponse(tokens=pb.Tokens(text=b"x" * size))
 
 
-async def blocked(window: Window, size: int = 1) -> bool:
+async def blocked(window: Window[rpb.GenerateResponse], size: int = 1) -> bool:
     """Whether who puts an event has to wait for room."""
     putting = asyncio.create_task(window.put(event(size)))
     done, _ = await asyncio.wait({putting}, timeout=0.05)
@@ -27,20 +27,20 @@ async def blocked(window: Window, size: int = 1) -> bool:
 
 @pytest.mark.parametrize(("events", "size"), [(4, 1 << 20), (1 << 20, 4_000)])
 async def test_who_writes_waits_once_as_much_waits_as_may(events: int, size: int) -> None:
-    window = Window(events=events, size=size)
+    window = Window[rpb.GenerateResponse](events=events, size=size)
     for _ in range(3):
         assert not await blocked(window, 1_000)
     assert await blocked(window, 1_000)
 
 
 async def test_an_event_whose_writer_is_cancelled_while_it_waits_is_not_lost() -> None:
-    window = Window(events=1)
+    window = Window[rpb.GenerateResponse](events=1)
     assert await blocked(window)
     assert await window.get() == event()
 
 
 async def test_who_writes_goes_on_when_half_of_what_waited_was_read() -> None:
-    window = Window(events=4)
+    window = Window[rpb.GenerateResponse](events=4)
     for _ in range(3):
         await window.put(event())
     putting = asyncio.create_task(window.put(event()))
@@ -53,7 +53,7 @@ async def test_who_writes_goes_on_when_half_of_what_waited_was_read() -> None:
 
 
 async def test_a_reader_that_is_too_slow_is_given_up_although_it_reads() -> None:
-    window = Window(events=100, patience=0.2)
+    window = Window[rpb.GenerateResponse](events=100, patience=0.2)
 
     async def read() -> None:
         while True:
@@ -71,7 +71,7 @@ async def test_a_reader_that_is_too_slow_is_given_up_although_it_reads() -> None
 async def test_an_error_comes_behind_what_waits_or_in_its_place() -> None:
     error = Unavailable("GONE", "it is gone")
     for at_once in (False, True):
-        window = Window()
+        window = Window[rpb.GenerateResponse]()
         await window.put(event())
         window.end(error, at_once=at_once)
         window.end()

@@ -6,7 +6,7 @@ from typing import Any
 
 import chiasm.rpc.medium
 import encoder_service.material
-import router.coordinator
+import router.computing
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.answer import Answer
 from router.coordinator import Coordinator
@@ -58,7 +58,7 @@ def _ready_for_a_sibling(bug: Planted) -> None:
 
         return ready
 
-    bug.patch(router.coordinator, "ready_at", make)
+    bug.patch(router.computing, "ready_at", make)
 
 
 @GARDEN("sizes are told for another medium")
