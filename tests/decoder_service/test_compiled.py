@@ -72,6 +72,12 @@ def test_steps_of_every_kind_give_the_logits_and_pools_of_eager_ones(tmp_path: P
                 assert_close(got, expected)
         for sequence, compiled in (text, seeing):
             assert_close(kept(other, compiled), kept(eager, sequence))
+        states = [
+            engine.step([Work(one, 1, "last", states=True), Work(two, 1, "last")])
+            for engine, one, two in zip((eager, other), text, seeing, strict=True)
+        ]
+        for expected, got in zip(*states, strict=True):
+            assert_close(got, expected)
         alone = [engine.step([Work(one, 1, "last")])[0] for engine, one in zip((eager, other), text, strict=True)]
         assert_close(alone[1], alone[0])
     crossing = [sum("attend_cross" in str(node.target) for node in graph.graph.nodes) for graph in traced.graphs]

@@ -176,6 +176,12 @@ def test_what_is_no_decode_step_is_computed_eagerly(make: Make) -> None:
         assert_close(got, expected)
     for engine, sequence in zip(engines, sequences[1], strict=True):
         assert engine.step([Work(sequence, 1, "none")])[0].shape == (0, engine.half.vocab_size)
+    states = [
+        engine.step([Work(one, 1, "last", states=True), Work(other, 1, "last")])
+        for engine, one, other in zip(engines, *sequences[4:6], strict=True)
+    ]
+    for got, expected in zip(states[1], states[0], strict=True):
+        assert_close(got, expected)
     assert graphs.forward.replayed == 0 and graphs.device.captured == 0
     decode(engines, sequences[2:4])
     assert graphs.forward.replayed == 1, "and decode steps are replayed beside all that"
