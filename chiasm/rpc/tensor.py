@@ -70,7 +70,7 @@ class Gathered:
         if first:
             self._describe(part.descriptor)
         self._data += part.data
-        if len(self._data) > self.descriptor.byte_length or not part.data:
+        if len(self._data) > self.descriptor.byte_length or not (part.data or first):
             raise ValueError(f"a tensor of {self.descriptor.byte_length} bytes does not go on with {len(part.data)}")
         if len(self._data) == self.descriptor.byte_length:
             if part.digest != blake3(self._data).digest():
