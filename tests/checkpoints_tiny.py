@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chiasm.models.moss_vl.config import read_config
 from chiasm.models.moss_vl.weights import weight_table
+from chiasm.models.weights import WeightTable
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -80,9 +81,14 @@ def tensors(data: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.f
     Matrices keep the size of what passes through them, norms and gates are away from their neutral values: so every
     tensor makes a difference to the logits.
     """
+    return drawn(weight_table(read_config(data, "tiny")), seed=seed, dtype=dtype)
+
+
+def drawn(table: WeightTable, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Every tensor of a table of any family, stored in the first of its ways."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for weight in weight_table(read_config(data, "tiny")).weights:
+    for weight in table.weights:
         for part in weight.ways[0]:
             noise = torch.randn(part.shape, generator=generator)
             if "norm" in part.name and part.name.endswith("weight"):

@@ -111,6 +111,7 @@ class VisionTransformer(nn.Module):
         values: numbers of one patch: channels * time * height * width of the kernel.
         side: side of the square table of learned positions.
         merge: side of a merge block, which fixes the order of the patches.
+        align_corners: as of `PositionEmbedding`.
     """
 
     def __init__(
@@ -125,12 +126,15 @@ class VisionTransformer(nn.Module):
         merge: int,
         eps: float,
         rope_theta: float,
+        align_corners: bool = True,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.patch_embed = nn.Linear(values, channels, device=device, dtype=dtype)
-        self.pos_embed = PositionEmbedding(side, channels, merge, device=device, dtype=dtype)
+        self.pos_embed = PositionEmbedding(
+            side, channels, merge, align_corners=align_corners, device=device, dtype=dtype
+        )
         self.blocks = nn.ModuleList(
             VisionBlock(channels, intermediate, heads, eps=eps, device=device, dtype=dtype) for _ in range(depth)
         )

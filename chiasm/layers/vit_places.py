@@ -66,16 +66,30 @@ def block_order(grid: Grid, merge: int) -> Tensor:
 
 
 class PositionEmbedding(nn.Module):
-    """A square table of learned positions, interpolated bilinearly with aligned corners to any grid.
+    """A square table of learned positions, interpolated bilinearly to any grid.
 
     The four corner weights are products of float32 fractions, cast to the table's type; the corners are summed in the
     order floor-floor, floor-ceil, ceil-floor, ceil-ceil.
+
+    Args:
+        align_corners: the patches of a grid's corners lie on the table's. Otherwise patches are squares that share the
+            table's area evenly, and those beyond the middle of its outermost squares take what is there.
     """
 
-    def __init__(self, side: int, channels: int, merge: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        side: int,
+        channels: int,
+        merge: int,
+        *,
+        align_corners: bool = True,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.side = side
         self.merge = merge
+        self.align_corners = align_corners
         self.weight = nn.Parameter(torch.empty(side * side, channels, device=device, dtype=dtype))
         self._corners: Kept[Grid, tuple[Tensor, Tensor]] = Kept()
 
@@ -90,7 +104,7 @@ class PositionEmbedding(nn.Module):
         row, column = block_order(grid, self.merge)
         lows, highs, fractions = [], [], []
         for count, which in zip(grid, (row, column), strict=True):
-            at = torch.linspace(0, self.side - 1, count, dtype=torch.float32)
+            at = self._at(count)
             low = at.long()
             lows.append(low[which])
             highs.append(torch.clamp(low + 1, max=self.side - 1)[which])
@@ -102,6 +116,13 @@ class PositionEmbedding(nn.Module):
             [(fractions[0] if a else 1 - fractions[0]) * (fractions[1] if b else 1 - fractions[1]) for a, b in corners]
         )
         return index.to(self.weight.device), share.to(self.weight.device)
+
+    def _at(self, count: int) -> Tensor:
+        """(count,) float32: where on one axis of the table so many patches lie."""
+        if self.align_corners:
+            return torch.linspace(0, self.side - 1, count, dtype=torch.float32)
+        middle = torch.arange(count, dtype=torch.float32) + 0.5
+        return (middle * (self.side / count) - 0.5).clamp(0, self.side - 1)
 
 
 class VisionRope:

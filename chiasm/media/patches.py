@@ -24,13 +24,14 @@ def normalise(pixels: Tensor) -> Tensor:
     return (pixels.float() - 127.5) / 127.5
 
 
-def to_patches(frame_chw: Tensor, patch: int, merge: int) -> Tensor:
-    """(channels, H, W) to (patches, channels * patch * patch), in the order of merge blocks.
+def to_patches(unit: Tensor, patch: int, merge: int) -> Tensor:
+    """(channels, H, W), or (frames, channels, H, W) whose patches go through time, to
+    (patches, channels * frames * patch * patch), in the order of merge blocks.
 
-    Rows run over blocks row by row, and over the patches of a block row by row; inside a row come channel, y, x.
+    Rows run over blocks row by row, and over the patches of a block row by row; inside a row come channel, frame, y, x.
     """
-    channels, height, width = frame_chw.shape
+    frames, channels, height, width = (unit if unit.dim() == 4 else unit.unsqueeze(0)).shape
     side = patch * merge
     assert height % side == 0 and width % side == 0, f"{height}x{width} is not a multiple of {side}"
-    blocks = frame_chw.view(channels, height // side, merge, patch, width // side, merge, patch)
-    return blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, channels * patch * patch)
+    blocks = unit.view(frames, channels, height // side, merge, patch, width // side, merge, patch)
+    return blocks.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(-1, channels * frames * patch * patch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -41,6 +41,7 @@ class Weight:
     Attributes:
         projects: a decoder half that projects states has a parameter of this name too, and fills it likewise.
         order: which row of what is stored each row of the parameter is; None where they are in one order.
+        tied: it may be stored in several of these ways at once, if all of them hold the same.
     """
 
     half: HalfName
@@ -48,6 +49,19 @@ class Weight:
     ways: tuple[tuple[Part, ...], ...]
     projects: bool = False
     order: tuple[int, ...] | None = None
+    tied: bool = False
+
+    def also_under(self, prefixes: Mapping[str, str]) -> Weight:
+        """The same, with every way found under other prefixes too: by how names begin, how they begin elsewhere."""
+
+        def renamed(part: Part) -> Part:
+            for prefix, other in prefixes.items():
+                if part.name.startswith(prefix):
+                    return replace(part, name=other + part.name.removeprefix(prefix))
+            return part
+
+        others = (tuple(renamed(part) for part in way) for way in self.ways)
+        return replace(self, ways=(*self.ways, *(way for way in others if way not in self.ways)))
 
 
 def whole(half: HalfName, parameter: str, name: str, *shape: int, projects: bool = False) -> Weight:
@@ -99,20 +113,24 @@ def load_half(
         if problem:
             problems.append(problem)
             continue
-        for part in way:
+        for part in (part for stored in (_complete(weight, tensors) if weight.tied else (way,)) for part in stored):
             problems += _check(part, tensors)
     if problems:
         raise CheckpointError(tensors.where, problems)
     for weight in weights:
         way, _ = _way(weight, tensors)
         _fill(parameters[weight.parameter], way, tensors, weight.order)
+        if weight.tied:
+            problems += _differing(weight, tensors)
+    if problems:
+        raise CheckpointError(tensors.where, problems)
 
 
 def _way(weight: Weight, tensors: Mapping[str, object]) -> tuple[Sequence[Part], str | None]:
     """The one way in which a weight is stored here, or what is wrong."""
-    complete = [way for way in weight.ways if all(part.name in tensors for part in way)]
+    complete = _complete(weight, tensors)
     begun = [part.name for way in weight.ways for part in way if part.name in tensors]
-    if len(complete) == 1 and len(begun) == len(complete[0]):
+    if complete and (weight.tied or (len(complete) == 1 and len(begun) == len(complete[0]))):
         return complete[0], None
     if complete:
         return (), f"{weight.ways[0][0].name} is there more than once: {', '.join(begun)}"
@@ -121,6 +139,22 @@ def _way(weight: Weight, tensors: Mapping[str, object]) -> tuple[Sequence[Part],
         missing = [part.name for part in wanted if part.name not in tensors]
         return (), f"{weight.ways[0][0].name} is half-filled: {', '.join(missing)} missing"
     return (), f"{weight.ways[0][0].name} is missing"
+
+
+def _complete(weight: Weight, tensors: Mapping[str, object]) -> list[tuple[Part, ...]]:
+    """The ways in which all of a weight is there."""
+    return [way for way in weight.ways if all(part.name in tensors for part in way)]
+
+
+def _differing(weight: Weight, tensors: Tensors) -> list[str]:
+    """A problem for each further way of a tied weight that holds something else than the first."""
+    first, *others = _complete(weight, tensors)
+    names = [" and ".join(part.name for part in way) for way in (first, *others)]
+    return [
+        f"{names[0]} and {name} are tied, and differ"
+        for way, name in zip(others, names[1:], strict=True)
+        if any(not torch.equal(tensors[a.name], tensors[b.name]) for a, b in zip(first, way, strict=True))
+    ]
 
 
 def _check(part: Part, tensors: Tensors) -> list[str]:

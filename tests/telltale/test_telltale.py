@@ -37,7 +37,6 @@ SLICE = (
     "token-told-again",
     "begun-again",
     "numbers-from-the-beginning",
-    "character-torn-at-seam",
     "token-of-a-zombie",
     "word-of-other-media",
     "started-told-twice",
