@@ -117,7 +117,7 @@ def rows(resized: Sequence[Tensor], config: Config) -> Tensor:
     vision = config.vision
     return torch.cat(
         [
-            to_patches(normalise(unit).transpose(0, 1).flatten(0, 1), vision.patch_size, vision.spatial_merge_size)
+            to_patches(normalise(unit), vision.patch_size, vision.spatial_merge_size)
             for frames in resized
             for unit in units(frames, vision.temporal_patch_size)
         ]

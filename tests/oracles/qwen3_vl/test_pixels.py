@@ -8,14 +8,19 @@ video.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
 from chiasm.errors import InvalidRequest
+from chiasm.media import video as media
 from chiasm.media.patches import resize
 from chiasm.media.sample import SamplingOptions
+from chiasm.media.types import Limits
+from chiasm.models.family import MediumFacts
+from tests.media import make
 from tests.oracles.qwen3_vl import recorded
 from tests.oracles.qwen3_vl.recorded import Case
 
@@ -138,6 +143,20 @@ def test_the_table_of_sampled_frames(row: dict[str, Any]) -> None:
     units = [indices[at : at + 2] for at in range(0, len(indices), 2)]
     stamps = [f"{sum(offsets[index] for index in unit) / len(unit):.1f}" for unit in units]
     assert stamps == row["timestamps"]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in recorded.fixtures()["frame_sampling_table"] if row["total_num_frames"] <= 301 and row["fps"]]
+)
+def test_a_real_file_gives_the_frames_of_the_table(row: dict[str, Any]) -> None:
+    """Its rate is read from presentation times, not from what the container claims."""
+    rate = Fraction(row["source_fps"] or 24.0).limit_denominator(1_000)
+    data = make.video(make.steps(row["total_num_frames"]), time_base=1 / rate)
+    probed = media.probe(data, "mov,mp4", Limits())
+    asked = SamplingOptions(fps=row["fps"])
+    processor = recorded.processor(videos={key: row[key] for key in ("min_frames", "max_frames")})
+    (plan,) = processor.size([MediumFacts.of(probed, asked)])
+    assert processor.pick(probed.frame_offsets, asked, plan.frames) == row["indices"]
 
 
 def test_the_rate_of_the_files_is_what_no_option_means() -> None:
