@@ -55,7 +55,8 @@ class LocalSettings:
         cache_tenant_bytes: what the entries of one tenant may take of it; None for all.
         cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         media_workers: processes that open media.
-        max_patches: of one pass through the vision tower; a frame of more is refused.
+        max_patches: of one pass through the vision tower; a frame of more goes alone.
+        max_unit_patches: of a frame; one of more is refused.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
         form: in which entries pass through the store; by default the plainest that the model has.
@@ -71,6 +72,7 @@ class LocalSettings:
     cache_ttl: float | None = None
     media_workers: int = 1
     max_patches: int = MAX_PATCHES
+    max_unit_patches: int = MAX_PATCHES
     attention: AttentionName = "auto"
     deterministic: bool = False
     form: Form | None = None
@@ -186,6 +188,7 @@ class LocalService:
             store=self.store,
             workers_secret=workers,
             max_patches=settings.max_patches,
+            max_unit_patches=settings.max_unit_patches,
         )
         engine = DecoderEngine(
             decoder_half,

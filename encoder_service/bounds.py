@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from chiasm.models.family import Grid
 
 MAX_PATCHES: Final = 65_536
-"""Patches of one picture of 16,777,216 pixels at 16 a side, the largest that MOSS-VL's defaults resize to."""
+"""Patches of one picture of 16,777,216 pixels at 16 a side, the largest that the families' defaults resize to."""
 
 MAX_UNITS: Final = 256
 
@@ -28,30 +28,36 @@ class Bounds:
     """Of every pass.
 
     Attributes:
+        max_patches, max_units: of a pass of several units; one that has more patches goes alone. 0: no bound.
         largest: elements of the largest tensor of a pass over so many patches of so many units, neither of which makes
             it smaller (`EncoderHalf.largest_tensor`).
+        max_elements: which that tensor must have fewer than.
+        max_unit_patches: of a unit; one of more is refused. 0: no bound.
     """
 
     max_patches: int
     max_units: int
     largest: Callable[[int, int], int]
     max_elements: int = MAX_ELEMENTS
+    max_unit_patches: int = MAX_PATCHES
 
     def fit(self, patches: int, units: int) -> bool:
-        """Whether so much can be one pass."""
+        """Whether so much, of several units, can be one pass."""
         return (
-            patches <= self.max_patches and units <= self.max_units and self.largest(patches, units) < self.max_elements
+            patches <= (self.max_patches or patches)
+            and units <= (self.max_units or units)
+            and self.largest(patches, units) < self.max_elements
         )
 
     def check(self, grid: Grid) -> None:
-        """Raises InvalidRequest MEDIA_TOO_LARGE for a unit that no pass could hold, even alone."""
+        """Raises InvalidRequest MEDIA_TOO_LARGE for a unit that is not encoded, even alone."""
         patches = grid[0] * grid[1]
         facts: dict[str, int | str | float | bool] = {"rows": grid[0], "columns": grid[1]}
-        if patches > self.max_patches:
+        if patches > (self.max_unit_patches or patches):
             raise InvalidRequest(
                 "MEDIA_TOO_LARGE",
-                f"a frame becomes {grid[0]}x{grid[1]} patches, {patches}; {self.max_patches} can be encoded at a time",
-                facts={**facts, "patches": patches, "limit": self.max_patches},
+                f"a frame becomes {grid[0]}x{grid[1]} patches, {patches}; it may have {self.max_unit_patches}",
+                facts={**facts, "patches": patches, "limit": self.max_unit_patches},
             )
         if (elements := self.largest(patches, 1)) >= self.max_elements:
             raise InvalidRequest(

@@ -57,8 +57,7 @@ class EncoderEngine:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
-        max_patches, max_units: of one pass through the model. A unit of more patches is refused.
-        max_elements: which every tensor of a pass must have fewer than.
+        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`.
         trunk: computes what the half's own would (`device.Device`).
         forms: of entries that it makes, the one first that is made where nothing else is asked for; by default all that
             there are of its half.
@@ -76,6 +75,7 @@ class EncoderEngine:
         max_patches: int = MAX_PATCHES,
         max_units: int = MAX_UNITS,
         max_elements: int = MAX_ELEMENTS,
+        max_unit_patches: int = MAX_PATCHES,
         trunk: Trunk | None = None,
         forms: Sequence[Form] | None = None,
         step: Step = nowhere,
@@ -87,7 +87,7 @@ class EncoderEngine:
         self.counts = EngineCounts()
         self.half = half
         self.workers_secret = workers_secret
-        self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements)
+        self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements, max_unit_patches)
         self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk, step=step)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
         self._flights = Flights()

@@ -42,6 +42,7 @@ async def serve(settings: EncoderSettings, process: Process) -> AsyncIterator[No
             workers_secret=secret,
             max_patches=settings.max_patches,
             max_units=settings.max_units,
+            max_unit_patches=settings.max_unit_patches,
             trunk=trunk,
             forms=settings.offer_forms,
             step=process.failpoints.within("encoder"),

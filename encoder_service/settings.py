@@ -35,10 +35,15 @@ class EncoderSettings(WorkerSettings):
     )
     max_patches: int = Field(
         default=MAX_PATCHES,
-        ge=1,
-        description="patches of one pass through the vision tower; larger frames are refused",
+        ge=0,
+        description="patches of one pass through the vision tower; a larger frame goes alone; 0 for no bound",
     )
-    max_units: int = Field(default=MAX_UNITS, ge=1, description="units of one pass through the vision tower")
+    max_units: int = Field(
+        default=MAX_UNITS, ge=0, description="units of one pass through the vision tower; 0 for no bound"
+    )
+    max_unit_patches: int = Field(
+        default=MAX_PATCHES, ge=0, description="patches of a frame; one of more is refused; 0 for no bound"
+    )
     cuda_graphs: bool | None = Field(
         default=None,
         description="replay passes as CUDA graphs; default: on CUDA, where they can be captured",

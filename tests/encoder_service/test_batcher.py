@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,3 +156,25 @@ def test_whatever_comes_and_leaves_every_unit_leaves_once_and_nobody_is_remember
     assert len(gone) == len({*gone}) and {*gone} >= {one for one, _ in wanted}
     assert not len(queue) and not queue._tenants and not len(queue._sharers)
     assert not any(share.flights for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("max_patches", "max_units", "sizes", "passes"),
+    [
+        (20, 0, [4, 16, 4, 36, 4, 16], [[4, 16], [4], [36], [4, 16]]),
+        (0, 2, [4, 16, 36, 4, 4], [[4, 16], [36, 4], [4]]),
+        (0, 0, [4, 16, 36, 64], [[4, 16, 36, 64]]),
+        (1, 1, [4, 16], [[4], [16]]),
+    ],
+)
+def test_passes_are_filled_in_order_and_what_is_too_large_goes_alone(
+    max_patches: int, max_units: int, sizes: list[int], passes: list[list[int]]
+) -> None:
+    queue = batcher(max_patches, max_units)
+    share = queue.share(b"a")
+    for size in sizes:
+        put(queue, share, 1, rows=size // 4)
+    taken = []
+    while batch := queue.take():
+        taken.append([flight.unit.patches for flight in batch])
+    assert taken == [sorted(one) for one in passes]

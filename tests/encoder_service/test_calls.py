@@ -253,7 +253,7 @@ async def test_leaving_while_a_frame_is_waited_for_ends_its_decoding() -> None:
 
 
 async def test_frames_that_no_pass_could_hold_are_refused_when_they_are_sized_with_both_numbers() -> None:
-    async with running(settings=LocalSettings(max_patches=8)) as service:
+    async with running(settings=LocalSettings(max_unit_patches=8)) as service:
         call = Call(service)
         call.send(chunk=pb.MediaChunk(data=digits.shipped_clips()[0].path.read_bytes(), last=True))
         probed = (await call.next()).probed

@@ -61,6 +61,7 @@ async def engine(
     budget: int = 1 << 24,
     max_patches: int = 1 << 14,
     max_units: int = 64,
+    max_unit_patches: int = 1 << 14,
     max_elements: int = MAX_ELEMENTS,
     store: EntryStore | None = None,
 ) -> AsyncIterator[EncoderEngine]:
@@ -72,6 +73,7 @@ async def engine(
         workers_secret=WORKERS,
         max_patches=max_patches,
         max_units=max_units,
+        max_unit_patches=max_unit_patches,
         max_elements=max_elements,
     )
     try:
@@ -215,7 +217,7 @@ async def test_no_tensor_of_a_pass_has_more_elements_than_can_be_indexed(model: 
 
 
 async def test_a_unit_that_no_pass_could_hold_is_refused_with_both_numbers(model: Model) -> None:
-    async with engine(model, max_patches=40) as e:
+    async with engine(model, max_unit_patches=40) as e:
         with pytest.raises(InvalidRequest) as caught:
             await e.announce([frame(1, 128, 128)], plan(model, 128, 128), root=ROOT, lease=Lease.of(1))
         assert caught.value.reason == "MEDIA_TOO_LARGE"
