@@ -165,9 +165,15 @@ class Processor(Protocol):
 
 
 class WrittenMedium(NamedTuple):
-    """A medium as a caller's own tokenizer wrote it: its pieces as `Prompt.medium` gives them."""
+    """A medium as a caller's own tokenizer wrote it.
+
+    Attributes:
+        pieces: as `Prompt.medium` gives them.
+        pads: how many placeholders were written for each unit. How many there must be is known once it is sized.
+    """
 
     pieces: list[list[int] | int]
+    pads: list[int]
 
 
 class Prompt(Protocol):
