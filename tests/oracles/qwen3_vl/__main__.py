@@ -1,5 +1,7 @@
-"""`python -m tests.oracles.qwen3_vl --seed N [--json]`: a fresh random checkpoint, divided, against transformers; exit 0
-if everything agrees, else 1."""
+"""`python -m tests.oracles.qwen3_vl --seed N [--json]`: a fresh random checkpoint, divided, against transformers.
+
+Exit 0 if everything agrees, else 1.
+"""
 
 from __future__ import annotations
 

@@ -103,9 +103,10 @@ class Undivided:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, *, attention: str = "eager") -> None:
         from transformers import Qwen3VLForConditionalGeneration
 
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(
+        opened: Any = Qwen3VLForConditionalGeneration.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention
-        ).eval()
+        )
+        self.model: Any = opened.eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
         config = self.model.config
