@@ -73,6 +73,7 @@ def test_entries_are_laid_over_placeholders_or_made_into_keys_and_values(family:
 def test_no_two_families_claim_one_architecture() -> None:
     claimed = [architecture for family in families().values() for architecture in family.architectures]
     assert claimed and len(set(claimed)) == len(claimed)
+    assert not set(claimed) & {architecture for family in families().values() for architecture in family.refused}
 
 
 @each_family
