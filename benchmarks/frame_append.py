@@ -77,7 +77,9 @@ class Growing:
         unit = sized.units.add(tokens=self._plan.tokens, grid=pb.Grid(t=1, h=self._plan.grid[0], w=self._plan.grid[1]))
         unit.frames.add().frame_offset.FromSeconds(slot)
         self._sequence.extend([Slot(slot)])
-        self._sequence.size(slot, convert.sized_slot(sized, pb.MEDIA_KIND_FRAME, service.decoder.prompt))
+        model = service.decoder
+        unit_layout = model.engine.processor.unit_layout
+        self._sequence.size(slot, convert.sized_slot(sized, pb.MEDIA_KIND_FRAME, model.prompt, unit_layout))
         await service.decoder.keep_within(self._seat, grow=True)
         self._units.announced(self._entries.announce(dpb.DecodeReady(slot=slot, unit=0, entry=entry), self._sequence))
         (told,) = await self._units.attach()

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import _qwen3
+from chiasm.layers.decoder_layer import DecoderLayer
 from chiasm.layers.linear import Linear
-from chiasm.models.moss_vl.text import MossVLDecoder, SelfLayer
+from chiasm.models.moss_vl.text import MossVLDecoder
 from chiasm.models.registry import Model
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.sampler import Draw, Drawing, draw_rows
@@ -60,7 +61,7 @@ class Ours:
     def multiply(self) -> float:
         """Seconds that one row takes through every weight of the self layers and the head."""
         assert isinstance(self._engine.half, MossVLDecoder)
-        layers = [layer for layer in self._engine.half.layers if isinstance(layer, SelfLayer)]
+        layers = [layer for layer in self._engine.half.layers if isinstance(layer, DecoderLayer)]
         weights = [one for layer in layers for one in layer.modules() if isinstance(one, Linear)]
         weights.append(self._engine.half.lm_head)
         rows = [torch.ones(1, one.in_features, dtype=one.weight.dtype) for one in weights]

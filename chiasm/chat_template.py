@@ -7,7 +7,6 @@ in one string with the template's ordinary text around it.
 
 from __future__ import annotations
 
-import itertools
 import re
 import secrets
 from collections.abc import Sequence
@@ -58,18 +57,38 @@ class ChatTemplate:
     renders, as Python's `strftime` writes it. A prompt that shows a clock is another prompt when the clock has moved.
     (Names and meaning: `transformers.utils.chat_template_utils`.)
 
+    A template is given the content of a message as one text. One that loses that is given a list of parts, of which it
+    writes media itself; where it does, the place of a medium is put.
+
+    Args:
+        medium: how templates of the family write a medium; None where they write none.
+
     Raises CheckpointError if the template cannot be compiled, fails, or loses what is put into it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str | None = None, *, where: str = "chat_template") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source: str | None = None,
+        *,
+        medium: str | None = None,
+        where: str = "chat_template",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._medium: str | None = None
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(CHATML if source is None else source)
-            self._write([Turn("user", ("probe",))])
+            try:
+                self._write([Turn("user", ("probe",))])
+            except Exception:
+                if medium is None:
+                    raise
+                self._medium = medium
+                self._write([Turn("user", (Slot(0), "probe"))])
         except Exception as error:  # a template is code: it raises whatever it likes
             raise CheckpointError(where, [f"the chat template does not render ({type(error).__name__})"]) from None
 
@@ -82,20 +101,27 @@ class ChatTemplate:
             written = self._write(turns)
         except Exception:  # whatever the template raises; its text is the checkpoint's, not for the caller
             raise InvalidRequest("MESSAGE_ORDER", "the model's template refuses this conversation") from None
-        return self._encode(written, [part for turn in turns for part in turn.parts])
+        return self._encode(written, _parts(turns))
 
     def _write(self, turns: Sequence[Turn]) -> list[str]:
         """What the template writes before, between and after the parts of the turns. Raises what the template raises,
         and ValueError if not every part came out once, in order."""
         nonce = secrets.token_hex(16)
-        marks = itertools.count()
-        messages = [
-            {"role": turn.role, "content": "".join(f"\x02{nonce}:{next(marks)}\x03" for _ in turn.parts)}
-            for turn in turns
-        ]
-        text = self._template.render(messages=messages, add_generation_prompt=True)
+        marks = [f"\x02{nonce}:{number}\x03" for number in range(sum(len(turn.parts) for turn in turns))]
+        parts = iter(marks)
+        if self._medium is None:
+            messages = [{"role": turn.role, "content": "".join(next(parts) for _ in turn.parts)} for turn in turns]
+            text = self._template.render(messages=messages, add_generation_prompt=True)
+        else:
+            listed = [
+                {"role": turn.role, "content": [_part(part, next(parts)) for part in turn.parts]} for turn in turns
+            ]
+            text = self._template.render(messages=listed, add_generation_prompt=True)
+            slots = [number for number, part in enumerate(_parts(turns)) if isinstance(part, Slot)]
+            *before, last = text.split(self._medium)
+            text = "".join(f"{one}{marks[slot]}" for one, slot in zip(before, slots, strict=True)) + last
         pieces = _MARK.split(text)
-        if pieces[1::2] != [f"{nonce}:{mark}" for mark in range(next(marks))]:
+        if pieces[1::2] != [mark[1:-1] for mark in marks]:
             raise ValueError("parts of the messages were dropped, repeated or moved")
         return pieces[::2]
 
@@ -128,6 +154,16 @@ class ChatTemplate:
         close()
         pieces.append(ids)
         return [piece for piece in pieces if piece != []]
+
+
+def _parts(turns: Sequence[Turn]) -> list[str | Slot]:
+    return [part for turn in turns for part in turn.parts]
+
+
+def _part(part: str | Slot, mark: str) -> dict[str, str]:
+    """A part as templates are given them in a list. What kind of medium a slot has makes no difference: what the
+    template writes for it is replaced."""
+    return {"type": "text", "text": mark} if isinstance(part, str) else {"type": "image"}
 
 
 def _raise(message: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
+from chiasm.timeline import UnitLayout
 from decoder_service.laid import SizedSlot
 from decoder_service.packed import PackedPieces
 
@@ -157,11 +158,19 @@ def _token_pieces(run: pb.TokenRun, family: Prompt, vocabulary: int, item: str) 
 
 
 def sized_slot(
-    sized: dpb.DecodeSized, kind: pb.MediaKind.ValueType, family: Prompt, written: WrittenMedium | None = None
+    sized: dpb.DecodeSized,
+    kind: pb.MediaKind.ValueType,
+    family: Prompt,
+    unit_layout: Callable[[Grid], UnitLayout],
+    written: WrittenMedium | None = None,
 ) -> SizedSlot:
     """The units of a slot with the text around them: the family's, or what the caller wrote itself.
 
-    Raises InvalidRequest for a slot without any units, and where another number of them is laid.
+    Args:
+        unit_layout: how the family lays a unit of a grid.
+
+    Raises InvalidRequest for a slot without any units, and where another number of them is laid, or of the placeholders
+    of any of them.
     """
     if not sized.units:
         raise InvalidRequest("NO_FRAMES", "a medium has no units")
@@ -186,6 +195,14 @@ def sized_slot(
             f"{len(sized.units)} units came where {len(laid)} are laid",
             facts={"placeholders": len(laid), "media": len(sized.units)},
         )
+    for unit, pads in enumerate(() if written is None else written.pads):
+        tokens = len(unit_layout(grids[unit]).placeholder_ids)
+        if pads != tokens:
+            raise InvalidRequest(
+                "PLACEHOLDER_MISMATCH",
+                f"{pads} placeholders are written for unit {unit}, which has {tokens}",
+                facts={"placeholders": pads, "tokens": tokens},
+            )
     return replace(slot, pieces=PackedPieces(pieces))
 
 

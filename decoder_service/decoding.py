@@ -259,7 +259,8 @@ class Decoding:
             raise InvalidRequest("PLACEHOLDER_MISMATCH", f"slot {sized.slot} is not in the prompt")
         try:
             written = self._prompt.written.get(sized.slot)
-            slot = convert.sized_slot(sized, self._kinds[sized.slot], self._model.prompt, written)
+            unit_layout = self._model.engine.processor.unit_layout
+            slot = convert.sized_slot(sized, self._kinds[sized.slot], self._model.prompt, unit_layout, written)
             self._sequence.size(sized.slot, slot)
         except InvalidRequest as error:
             raise error.at(self._items[sized.slot]) from None

@@ -28,7 +28,7 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(inputs, outputs, bias=False, device=device, dtype=dtype)
-        self._few_rows = FEW_ROWS if device.type == "cpu" and dtype == torch.bfloat16 else 0
+        self._few_rows = few_rows(device, dtype)
         self.weight = nn.Parameter(self.laid(self.weight.detach()))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,6 +51,25 @@ class Linear(nn.Linear):
         if rows == 1:
             return torch.mv(weight, x[0]).unsqueeze(0)
         return torch.mm(weight, x.t()).t().contiguous()
+
+
+class Tied(Linear):
+    """`Linear` with a weight that another layer holds, in that layer's memory and as it lies there: a head that is the
+    table of embeddings."""
+
+    def __init__(self, weight: Tensor) -> None:
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, device=torch.device("meta"), dtype=weight.dtype)
+        self._few_rows = few_rows(weight.device, weight.dtype)
+        self.weight = weight
+
+    def laid(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+def few_rows(device: torch.device, dtype: torch.dtype) -> int:
+    """Rows up to which a product is sooner made with the weight on the left."""
+    return FEW_ROWS if device.type == "cpu" and dtype == torch.bfloat16 else 0
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -165,9 +165,15 @@ class Processor(Protocol):
 
 
 class WrittenMedium(NamedTuple):
-    """A medium as a caller's own tokenizer wrote it: its pieces as `Prompt.medium` gives them."""
+    """A medium as a caller's own tokenizer wrote it.
+
+    Attributes:
+        pieces: as `Prompt.medium` gives them.
+        pads: how many placeholders were written for each unit. How many there must be is known once it is sized.
+    """
 
     pieces: list[list[int] | int]
+    pads: list[int]
 
 
 class Prompt(Protocol):
@@ -304,6 +310,28 @@ class DecoderHalf(Protocol):
         over placeholders are placed nowhere else."""
         ...
 
+    def states(
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        states_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
+    ) -> Tensor:
+        """(len(states_at), width) of the residual stream behind the last norm, for the rows `states_at` of a step the
+        attention was planned for: what an embedding is made of, and what `logits` takes.
+
+        Args:
+            sees_n: (rows,) which rows see any vision token in layers that attend to them; None when none does.
+            overlay: of a half whose entries are overlaid; None when no row is a placeholder.
+        """
+        ...
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        """(M, width) of `states` to (M, vocabulary)."""
+        ...
+
     def forward(
         self,
         ids_n: Tensor,
@@ -313,12 +341,7 @@ class DecoderHalf(Protocol):
         attention: Attention,
         overlay: Overlay | None = None,
     ) -> Tensor:
-        """(len(logits_at), vocabulary) logits of the rows `logits_at` of a step the attention was planned for.
-
-        Args:
-            sees_n: (rows,) which rows see any vision token in layers that attend to them; None when none does.
-            overlay: of a half whose entries are overlaid; None when no row is a placeholder.
-        """
+        """`logits` of `states` of the rows `logits_at`: (len(logits_at), vocabulary)."""
         ...
 
 

@@ -193,7 +193,9 @@ def test_what_is_counted_is_what_is_laid(media: list[tuple[int, int, bool]], tex
     counted: dict[int, Medium] = {}
     for slot, (count, side, image) in enumerate(media):
         kind = pb.MEDIA_KIND_IMAGE if image else pb.MEDIA_KIND_VIDEO
-        slot_sized = convert.sized_slot(sized(1 if image else count, side=side), kind, PROMPT)
+        slot_sized = convert.sized_slot(
+            sized(1 if image else count, side=side), kind, PROMPT, MODEL.processor.unit_layout
+        )
         laid.size(slot, slot_sized)
         counted[slot] = Medium(slot_sized, None if image else lambda offsets: PROMPT.medium("video", offsets))
     parts = PromptParts(pieces, counted, MODEL.processor.unit_layout)

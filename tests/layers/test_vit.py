@@ -137,15 +137,16 @@ def test_positions_at_the_size_of_the_table_are_the_table() -> None:
         assert torch.equal(embedding((SIDE, SIDE)), embedding.weight[row * SIDE + column])
 
 
-def test_interpolated_positions_keep_the_corners_and_are_linear_between() -> None:
-    embedding = PositionEmbedding(SIDE, 5, MERGE, device=CPU, dtype=torch.float32)
+@pytest.mark.parametrize("grid", [(4, 10), (2, 2), (6, 6), (2, 40), (14, 8)])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_positions_are_interpolated_as_torch_does_by_either_rule(align_corners: bool, grid: Grid) -> None:
+    embedding = PositionEmbedding(SIDE, 5, MERGE, align_corners=align_corners, device=CPU, dtype=torch.float32)
     torch.nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(1))
-    grid = (4, 10)
     table = embedding.weight.detach().T.reshape(1, 5, SIDE, SIDE)
-    expected = torch.nn.functional.interpolate(table, size=grid, mode="bilinear", align_corners=True)[0]
+    expected = torch.nn.functional.interpolate(table, size=grid, mode="bilinear", align_corners=align_corners)[0]
     row, column = block_order(grid, MERGE)
     with torch.no_grad():
-        torch.testing.assert_close(embedding(grid), expected[:, row, column].T, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(embedding(grid), expected[:, row, column].T, rtol=1e-5, atol=2e-6)
 
 
 def test_patches_come_by_merge_block_with_channels_first() -> None:
@@ -163,6 +164,14 @@ def test_patches_come_by_merge_block_with_channels_first() -> None:
     ]
     for patch, a, b in zip(patches, row.tolist(), column.tolist(), strict=True):
         assert torch.equal(patch, frame[:, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2].flatten())
+
+
+def test_patches_go_through_the_frames_of_a_unit_inside_each_channel() -> None:
+    unit = torch.arange(2 * 3 * 8 * 16, dtype=torch.float32).view(2, 3, 8, 16)
+    patches = to_patches(unit, 2, 2).view(32, 3, 2, 4)
+    for number, frame in enumerate(unit):
+        assert torch.equal(patches[:, :, number].flatten(1), to_patches(frame, 2, 2))
+    assert torch.equal(to_patches(unit[:1], 2, 2), to_patches(unit[0], 2, 2))
 
 
 def test_pixels_are_centred_on_zero() -> None:

@@ -118,6 +118,11 @@ class TellingDecoder:
     ) -> Tensor:
         raise NotImplementedError("rows are computed from the pools themselves")
 
+    states = forward
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        raise NotImplementedError("rows are computed from the pools themselves")
+
 
 class TellingForward:
     """`Forward` over the pools, read where a step says they are mapped.

@@ -98,7 +98,9 @@ class MossVLPrompt:
         pieces: list[list[int] | WrittenMedium] = []
         done = 0
         for first, last in media:
-            pieces += [list(ids[done:first]), WrittenMedium(_at_pads(ids[first:last], pad))]
+            cut = _at_pads(ids[first:last], pad)
+            units = sum(isinstance(piece, int) for piece in cut)
+            pieces += [list(ids[done:first]), WrittenMedium(cut, [1] * units)]
             done = last
         pieces.append(list(ids[done:]))
         return [piece for piece in pieces if piece]

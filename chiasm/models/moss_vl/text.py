@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from chiasm.attention.backend import Attention
+from chiasm.layers.decoder_layer import Branches, DecoderLayer
 from chiasm.layers.linear import Linear
-from chiasm.layers.mlp import GatedMLP
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
-from chiasm.layers.self_attention import SelfAttention
 from chiasm.models.family import Overlay
 from chiasm.models.moss_vl.config import Config, TextConfig
 from chiasm.models.moss_vl.crossing import Crossing
@@ -46,40 +45,7 @@ class CrossAttention(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
-    """What both kinds of layer have: two norms and a gated MLP."""
-
-    def __init__(self, t: TextConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
-        self.mlp = GatedMLP(t.hidden_size, t.intermediate_size, device=device, dtype=dtype)
-
-
-class SelfLayer(_Layer):
-    """A Qwen3 layer."""
-
-    def __init__(self, t: TextConfig, *, layer: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(t, device=device, dtype=dtype)
-        self.self_attn = SelfAttention(
-            t.hidden_size,
-            t.num_attention_heads,
-            t.num_key_value_heads,
-            t.head_dim,
-            layer=layer,
-            eps=t.rms_norm_eps,
-            device=device,
-            dtype=dtype,
-        )
-
-    def forward(self, h_ne: Tensor, cos_n1d: Tensor, sin_n1d: Tensor, attention: Attention) -> Tensor:
-        """(N, E) residual stream to (N, E); (N, 1, D) rotary tables."""
-        h_ne = h_ne + self.self_attn(self.input_layernorm(h_ne), cos_n1d, sin_n1d, attention)
-        out: Tensor = h_ne + self.mlp(self.post_attention_layernorm(h_ne))
-        return out
-
-
-class CrossLayer(_Layer):
+class CrossLayer(Branches):
     """Gated cross-attention and MLP, in the place of a self layer. Both branches are shut for a row that sees
     nothing."""
 
@@ -119,8 +85,8 @@ class MossVLDecoder(nn.Module):
         self.max_positions = t.max_position_embeddings
         self.rope = MultimodalRope(t.head_dim, t.rope_theta, t.mrope_section, device=device)
         self.embed_tokens = nn.Embedding(t.vocab_size, t.hidden_size, device=device, dtype=dtype)
-        numbers = {kind: iter(range(t.num_hidden_layers)) for kind in (SelfLayer, CrossLayer)}
-        kinds = [CrossLayer if i in t.cross_attention_layers else SelfLayer for i in range(t.num_hidden_layers)]
+        numbers = {kind: iter(range(t.num_hidden_layers)) for kind in (DecoderLayer, CrossLayer)}
+        kinds = [CrossLayer if i in t.cross_attention_layers else DecoderLayer for i in range(t.num_hidden_layers)]
         self.layers = nn.ModuleList(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
         self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
         self.lm_head = Linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
@@ -145,16 +111,16 @@ class MossVLDecoder(nn.Module):
         rotated = rotate(keys.flatten(0, 1).transpose(0, 1), cos_s1d, sin_s1d).transpose(0, 1).reshape(keys.shape)
         return torch.stack((rotated, entry[:, 1]), dim=1)
 
-    def forward(
+    def states(
         self,
         ids_n: Tensor,
         positions_3n: Tensor,
         sees_n: Tensor | None,
-        logits_at: Tensor,
+        states_at: Tensor,
         attention: Attention,
         overlay: Overlay | None = None,
     ) -> Tensor:
-        """(len(logits_at), vocabulary) logits of those rows, from (N,) ids and (3, N) positions.
+        """(len(states_at), E) normed states of those rows, from (N,) ids and (3, N) positions.
 
         `sees_n` (N,) tells which rows see any vision token; None when none does, and the cross layers are skipped.
         """
@@ -168,5 +134,22 @@ class MossVLDecoder(nn.Module):
                     h_ne = layer(h_ne, sees_n1, cos_n1d, sin_n1d, attention)
             else:
                 h_ne = layer(h_ne, cos_n1d, sin_n1d, attention)
-        logits: Tensor = self.lm_head(self.norm(h_ne[logits_at]))
+        normed: Tensor = self.norm(h_ne[states_at])
+        return normed
+
+    def logits(self, states_me: Tensor) -> Tensor:
+        """(M, E) normed states to (M, vocabulary)."""
+        logits: Tensor = self.lm_head(states_me)
         return logits
+
+    def forward(
+        self,
+        ids_n: Tensor,
+        positions_3n: Tensor,
+        sees_n: Tensor | None,
+        logits_at: Tensor,
+        attention: Attention,
+        overlay: Overlay | None = None,
+    ) -> Tensor:
+        """`logits` of `states` of the rows `logits_at`."""
+        return self.logits(self.states(ids_n, positions_3n, sees_n, logits_at, attention, overlay))

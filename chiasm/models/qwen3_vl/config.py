@@ -115,6 +115,8 @@ class Config:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+    nested_videos: bool = False
+    """A vision start and end stand around a whole video too, not only around each of its temporal patches."""
 
     @property
     def taps(self) -> int:
@@ -156,9 +158,10 @@ def read_config(data: dict[str, object], where: str) -> Config:
     taps, layers = len(vision.deepstack_visual_indexes), text.num_hidden_layers
     if taps > layers:
         top.problem("vision_config.deepstack_visual_indexes", f"name {taps} blocks, the text has {layers} layers")
+    nested = _flag(top, "nested_videos")
     top.finish(where)
     # The outer one rules where both say something, as in transformers; transformers 4 wrote both.
-    return Config(vision=vision, text=text, tie_word_embeddings=next(iter(tied), False), **tokens)
+    return Config(vision=vision, text=text, tie_word_embeddings=next(iter(tied), False), nested_videos=nested, **tokens)
 
 
 def _refuse_relatives(data: dict[str, object], where: str) -> None:
