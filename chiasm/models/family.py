@@ -356,6 +356,11 @@ class Family(Protocol[C]):
         """What `architectures` in a config.json may say for this family to take the checkpoint."""
         ...
 
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Architectures near to these that nobody takes, and why."""
+        ...
+
     def read_config(self, data: dict[str, object], where: str) -> C:
         """Raises CheckpointError listing all that is missing, impossible or refused."""
         ...

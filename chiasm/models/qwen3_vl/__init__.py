@@ -26,7 +26,8 @@ class Qwen3VL:
     """`Family`."""
 
     name = "qwen3_vl"
-    architectures = (ARCHITECTURE, *REFUSED)
+    architectures = (ARCHITECTURE,)
+    refused = REFUSED
 
     def read_config(self, data: dict[str, object], where: str) -> Config:
         return read_config(data, where)
