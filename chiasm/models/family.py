@@ -206,8 +206,13 @@ class Prompt(Protocol):
         """The rendered template: runs of token ids, and slots where media go."""
         ...
 
+    def opening(self, kind: Kind) -> str:
+        """Text with which every medium of that kind begins, and which is tokenised as one with the text before it."""
+        ...
+
     def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
-        """What stands for a medium with units at those seconds: token ids, and numbers of units where they are laid.
+        """What stands for a medium with units at those seconds, behind its opening: token ids, and numbers of units
+        where they are laid.
 
         Args:
             offsets: of each unit: where it is of several frames the mean of their times.
