@@ -161,6 +161,13 @@ def test_turns_through_a_template_become_the_recorded_ids(name: str, template: s
     assert timeline.ids() == recorded(name, "flat" if case["videos"] else "either")[0]
 
 
+def test_the_nested_reading_is_asked_for_in_the_configuration() -> None:
+    data = json.loads((DATA / "config.json").read_text(encoding="utf-8"))
+    assert read_config({**data, "nested_videos": True}, "recorded") == NESTED
+    with pytest.raises(CheckpointError, match="nested_videos is 'yes', must be true or false"):
+        read_config({**data, "nested_videos": "yes"}, "recorded")
+
+
 def test_a_template_of_lists_that_loses_a_medium_is_refused() -> None:
     with pytest.raises(CheckpointError):
         prompt(template=LIST_ONLY.replace("<|image_pad|>", ""))

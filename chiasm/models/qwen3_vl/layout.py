@@ -134,14 +134,15 @@ class Qwen3VLPrompt:
         between = ids[last.stop : run.start]
         if len(between) < 2 or between[0] != self._end or not all(map(self.token_bytes, between[1:-1])):
             return False
-        earlier, later = self._time(ids[: last.start]), self._time(between[1:])
+        before = ids[max(0, last.start - _STAMP_IDS) : last.start]
+        earlier, later = self._time(before), self._time(between[1:])
         return earlier is not None and later is not None and earlier.at <= later.at and later.alone
 
     def _time(self, before: Sequence[int]) -> _Time | None:
         """The time that stands before the vision start with which some ids end."""
         if not before or before[-1] != self._start:
             return None
-        found = _STAMP.search(b"".join(map(self.token_bytes, before[-_STAMP_IDS:-1])))
+        found = _STAMP.search(b"".join(map(self.token_bytes, before[:-1])))
         return None if found is None else _Time(float(found[1]), found.start() == 0)
 
 
