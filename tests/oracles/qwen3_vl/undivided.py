@@ -60,6 +60,7 @@ class Laid:
 
 def lay(model: Model, turns: Sequence[tuple[str, Sequence[str | Medium]]], sequence: DecodeSequence) -> Laid:
     """Lays a conversation on an empty sequence of the model."""
+    prompt = model.prompt()
     media: list[Medium] = []
     spoken = []
     for role, parts in turns:
@@ -68,10 +69,9 @@ def lay(model: Model, turns: Sequence[tuple[str, Sequence[str | Medium]]], seque
             if isinstance(part, str):
                 put.append(part)
             else:
-                put.append(Slot(len(media)))
+                put += [*filter(None, [prompt.opening(part.kind)]), Slot(len(media))]
                 media.append(part)
         spoken.append(Turn(role, tuple(put)))
-    prompt = model.prompt()
     sequence.extend(prompt.turns(spoken))
     facts = [_facts(medium) for medium in media]
     units = []
