@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from chiasm.local import LocalService, LocalSettings
+from chiasm.rpc.tensor import Gathered
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 
@@ -91,6 +96,37 @@ def note(answer: Answer, event: rpb.GenerateResponse) -> None:
     elif which == "finished":
         answer.finished = event.finished
         answer.text += event.finished.text.decode()
+
+
+class Vector(NamedTuple):
+    """What a request for one was told."""
+
+    numbers: npt.NDArray[np.float32]
+    finished: pb.Finished
+
+
+def embedding_of(request: rpb.GenerateRequest, **options: Any) -> rpb.EmbedRequest:
+    """Asks for the vector of what another asks about."""
+    return rpb.EmbedRequest(model=request.model, prompt=request.prompt, media=request.media, **options)
+
+
+async def embed(service: LocalService, request: rpb.EmbedRequest) -> Vector:
+    return await gathered(service.embed(request))
+
+
+async def gathered(events: AsyncGenerator[rpb.EmbedResponse, None]) -> Vector:
+    """The whole vector."""
+    vector, ends = Gathered(), list[pb.Finished]()
+    async with aclosing(events):
+        async for event in events:
+            if event.HasField("embedding"):
+                assert not ends, "the end comes last"
+                vector.add(event.embedding)
+            else:
+                ends.append(event.finished)
+    (finished,) = ends
+    assert vector.whole
+    return Vector(np.frombuffer(vector.data, dtype=np.float32), finished)
 
 
 @asynccontextmanager

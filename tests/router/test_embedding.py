@@ -7,15 +7,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from chiasm.client import AsyncClient, Content, Frames, Image
 from chiasm.errors import ChiasmError, DeadlineExceeded, InvalidRequest, Unavailable, Unsupported
-from chiasm.local import LocalService
 from chiasm.rpc.tensor import Gathered
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -25,7 +23,7 @@ from router.embedding import Embedding
 from router.fleet import Served
 from router.media import Inline
 from tests import digits
-from tests.asking import Part, ask, image, question, running, video
+from tests.asking import Part, Vector, ask, embed, embedding_of, gathered, image, question, running, video
 from tests.decoder_service.oracle import Clip, Oracle, Replay
 from tests.decoder_service.test_pooled import close
 from tests.e2e.test_requests import settled
@@ -39,37 +37,11 @@ CLIP = digits.shipped_clips()[-1]
 TEXT = "Read the digits."
 
 
-class Told(NamedTuple):
-    """What a request was told."""
-
-    numbers: npt.NDArray[np.float32]
-    finished: pb.Finished
-
-
 def request_of(*parts: Part, system: str | None = None, **options: Any) -> rpb.EmbedRequest:
-    asked = question(*parts, system=system)
-    return rpb.EmbedRequest(model=asked.model, prompt=asked.prompt, media=asked.media, **options)
+    return embedding_of(question(*parts, system=system), **options)
 
 
-async def gathered(events: Any) -> Told:
-    vector, ends = Gathered(), list[pb.Finished]()
-    async with aclosing(events):
-        async for event in events:
-            if event.HasField("embedding"):
-                assert not ends
-                vector.add(event.embedding)
-            else:
-                ends.append(event.finished)
-    (finished,) = ends
-    assert vector.whole
-    return Told(np.frombuffer(vector.data, dtype=np.float32), finished)
-
-
-async def embedded(service: LocalService, request: rpb.EmbedRequest, **options: Any) -> Told:
-    return await gathered(service.router.embed(request, **options))
-
-
-async def through(fleet: MeddledFleet, request: rpb.EmbedRequest, *, deadline: float | None = None) -> Told:
+async def through(fleet: MeddledFleet, request: rpb.EmbedRequest, *, deadline: float | None = None) -> Vector:
     sources = [Inline(medium) for medium in request.media]
     work = Embedding(request, sources, fleet, fleet.served, tenant_root=bytes(32), deadline=deadline)
     return await gathered(work.run())
@@ -106,10 +78,10 @@ async def test_units_are_shared_with_answers_and_what_runs_together_is_itself() 
         request_of(TEXT, system="Be brief."),
     ]
     async with running() as service:
-        alone = [await embedded(service, one) for one in requests]
+        alone = [await embed(service, one) for one in requests]
         made = service.encoder.counts.encoded_units
         asking = [asyncio.create_task(ask(service, question(TEXT, video(CLIP.path.read_bytes())))) for _ in range(4)]
-        company = await asyncio.gather(*(embedded(service, one) for one in requests * 4))
+        company = await asyncio.gather(*(embed(service, one) for one in requests * 4))
         for one, other in zip(company, alone * 4, strict=True):
             np.testing.assert_allclose(one.numbers, other.numbers, rtol=0, atol=1e-5)
         assert {answer.text for answer in await asyncio.gather(*asking)} == {CLIP.answer}
@@ -144,7 +116,7 @@ def swallowed(number: int, response: epb.EncodeResponse | dpb.DecodeResponse) ->
 async def test_a_decoder_that_is_lost_or_says_what_cannot_be_is_replaced_and_nobody_sees_it(meddle: Meddle) -> None:
     request = request_of(TEXT, video(CLIP.path.read_bytes()))
     async with running() as service:
-        expected = await embedded(service, request)
+        expected = await embed(service, request)
         made = service.encoder.counts.encoded_units
         fleet = MeddledFleet(service, decoder=meddle)
         got = await through(fleet, request)
@@ -158,7 +130,7 @@ async def test_a_decoder_that_is_lost_or_says_what_cannot_be_is_replaced_and_nob
 async def test_an_encoder_that_is_lost_is_replaced() -> None:
     request = request_of(TEXT, video(CLIP.path.read_bytes()))
     async with running() as service:
-        expected = await embedded(service, request)
+        expected = await embed(service, request)
         got = await through(MeddledFleet(service, encoder=dies_before("ready")), request)
         np.testing.assert_allclose(got.numbers, expected.numbers, rtol=0, atol=1e-6)
         await settled(service)
@@ -182,7 +154,7 @@ async def test_who_leaves_at_whatever_stage_leaves_nothing(stage: str) -> None:
     async with running() as service:
         stages = Stages(service)
         held = stages.hold(stage)
-        asking = asyncio.create_task(embedded(service, request))
+        asking = asyncio.create_task(embed(service, request))
         try:
             await held.reached()
             asking.cancel()
@@ -193,7 +165,7 @@ async def test_who_leaves_at_whatever_stage_leaves_nothing(stage: str) -> None:
             await asking
         assert service.router.admission.requests == 0
         await settled(service)
-        await embedded(service, request)
+        await embed(service, request)
         await settled(service)
 
 
@@ -223,7 +195,7 @@ async def test_a_router_that_ends_lets_go_of_it() -> None:
     async with running() as service:
         stages = Stages(service)
         held = stages.hold("prefill")
-        asking = asyncio.create_task(embedded(service, request_of(TEXT)))
+        asking = asyncio.create_task(embed(service, request_of(TEXT)))
         try:
             await held.reached()
             await service.router.let_go()
@@ -262,14 +234,14 @@ async def test_what_cannot_be_is_refused_by_name(case: str) -> None:
     make, reason = REFUSED[case]
     async with running() as service:
         with pytest.raises(ChiasmError) as caught:
-            await embedded(service, make())
+            await embed(service, make())
         assert caught.value.reason == reason
         await settled(service)
 
 
 async def test_types_of_16_bits_are_sent_as_they_are() -> None:
     async with running() as service:
-        whole = await embedded(service, request_of(TEXT))
+        whole = await embed(service, request_of(TEXT))
         vector = Gathered()
         async with aclosing(service.router.embed(request_of(TEXT, dtype=pb.DTYPE_FLOAT16))) as events:
             async for event in events:
@@ -284,7 +256,7 @@ async def test_models_say_that_they_embed_and_those_that_do_not_are_not_asked() 
     async with running() as service:
         (model,) = (await service.router.models()).models
         assert [*model.operations] == [rpb.OPERATION_GENERATE, rpb.OPERATION_EMBED]
-        await embedded(service, request_of(TEXT))
+        await embed(service, request_of(TEXT))
         samples = [sample for metric in service.router.meter.collect() for sample in metric.samples]
         (counted,) = [
             one.value
@@ -306,5 +278,5 @@ async def test_models_say_that_they_embed_and_those_that_do_not_are_not_asked() 
         service.router.fleet = fleet
         assert [*(await service.router.models()).models[0].operations] == [rpb.OPERATION_GENERATE]
         with pytest.raises(Unsupported) as caught:
-            await embedded(service, request_of(TEXT))
+            await embed(service, request_of(TEXT))
         assert caught.value.reason == "OPERATION_UNSUPPORTED"

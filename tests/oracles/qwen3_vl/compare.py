@@ -1,5 +1,5 @@
-"""A fresh random checkpoint, divided, against transformers undivided: logits of every row, and greedy answers through
-encoder, store, decoder and router."""
+"""A fresh random checkpoint, divided, against transformers undivided: logits of every row, and greedy answers and
+vectors through encoder, store, decoder and router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.timeline import unit_name
 from decoder_service.engine import DecoderEngine, Work
 from tests import checkpoints_qwen3_vl
-from tests.asking import ask
+from tests.asking import ask, embed, embedding_of
 from tests.oracles.qwen3_vl.undivided import Laid, Medium, Undivided, lay
 
 TOLERANCE = 1e-5
@@ -43,11 +43,13 @@ class Report:
 
     Attributes:
         worst: of each case, the largest difference of a logit as a share of the largest logit.
+        vectors: of each case, the same of its vector of length 1.
         answers: of each case, greedy.
         faults: whatever was not equal.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
+    vectors: dict[str, float] = field(default_factory=dict)
     answers: dict[str, list[int]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -56,7 +58,7 @@ class Report:
         return bool(self.worst) and not self.faults
 
     def as_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, "worst": self.worst, "faults": self.faults}
+        return {"ok": self.ok, "worst": self.worst, "vectors": self.vectors, "faults": self.faults}
 
 
 def checkpoint(folder: Path, seed: int) -> Path:
@@ -146,7 +148,13 @@ async def _compare_case(
     report.worst[name] = apart
     if not apart <= TOLERANCE:
         report.faults.append(f"{name}: logits are {apart:.2e} of the largest apart")
-    answer = await ask(service, request(turns, model=service.name))
+    asked = request(turns, model=service.name)
+    vector = torch.from_numpy((await embed(service, embedding_of(asked))).numbers.copy())
+    state = torch.nn.functional.normalize(undivided.states(laid)[-1], dim=0)
+    report.vectors[name] = apart = float((vector - state).abs().max() / state.abs().max())
+    if not apart <= TOLERANCE:
+        report.faults.append(f"{name}: vectors are {apart:.2e} of the largest number apart")
+    answer = await ask(service, asked)
     greedy = undivided.greedy(laid, TOKENS, sorted(model.prompt().banned_ids))
     report.answers[name] = greedy
     if answer.ids != greedy:

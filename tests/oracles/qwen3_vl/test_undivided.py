@@ -13,9 +13,9 @@ from tests.oracles.qwen3_vl.compare import TAPS, cases, compare
 
 
 @pytest.mark.parametrize("seed", range(len(TAPS)))
-async def test_logits_and_greedy_answers_are_those_of_the_undivided_model(seed: int) -> None:
+async def test_logits_vectors_and_greedy_answers_are_those_of_the_undivided_model(seed: int) -> None:
     report = await compare(seed)
-    assert report.worst.keys() == {name for name, _ in cases(seed)}
+    assert report.worst.keys() == report.vectors.keys() == {name for name, _ in cases(seed)}
     assert report.ok, report.faults
 
 

@@ -145,6 +145,12 @@ class Undivided:
         return out
 
     @torch.inference_mode()
+    def states(self, laid: Laid) -> Tensor:
+        """(rows, width) behind the last norm."""
+        out: Tensor = self.model.model(**self.inputs(laid)).last_hidden_state[0]
+        return out
+
+    @torch.inference_mode()
     def greedy(self, laid: Laid, tokens: int, banned: Sequence[int]) -> list[int]:
         """The ids that it goes on with, none of them banned."""
         given = self.inputs(laid)
