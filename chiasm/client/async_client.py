@@ -282,7 +282,7 @@ class AsyncClient:
             )
         )
 
-    @known_keywords({"input": "content", "instructions": "system", "dimensions": "embedding.vector[:...]"})
+    @known_keywords({"input": "content", "instructions": "system"})
     async def embed(
         self,
         model: str,

@@ -190,7 +190,7 @@ class Client:
         )
         return self._loop.run(whole(self._client.send(lambda: outgoing, label, timeout)))
 
-    @known_keywords({"input": "content", "instructions": "system", "dimensions": "embedding.vector[:...]"})
+    @known_keywords({"input": "content", "instructions": "system"})
     def embed(
         self,
         model: str,
