@@ -136,6 +136,7 @@ class Interpreted:
             half.device,
             compute,
             FlashInferAttention(pools, heads=half.heads, kernels=self.kernels, workspace=workspace),
+            pools.features,
         )
         fixed = FixedAttention(
             pools,

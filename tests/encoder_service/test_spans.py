@@ -1,5 +1,5 @@
-"""Media of a family whose unit is two frames of a video: which frames become which unit, whoever makes it, however often
-it is asked for, and what is left where frames cannot be decoded."""
+"""Media of a family whose unit is two frames of a video: which frames become which unit, whoever makes it and however
+often it is asked for, and what is left where frames cannot be decoded."""
 
 from __future__ import annotations
 
