@@ -64,7 +64,7 @@ class Caller:
 
     async def hand_over(self, slot: int, unit: int) -> None:
         """Has a unit encoded, or finds it, and announces it."""
-        (ready,) = await self._system.ready([self.clips[slot].frames[unit]], slot=slot)
+        (ready,) = await self._system.ready(self.clips[slot].units[unit], slot=slot)
         ready.unit = unit
         await self.say_ready(ready)
 

@@ -29,9 +29,11 @@ def laid(engine: DecoderEngine, seed: int, *, text: int, frames: int) -> DecodeS
         sequence.size(0, SizedSlot([*pieces, [88]], GRIDS[:frames], [float(i) for i in range(frames)], True))
         sequence.extend([[1, 2, 3], Slot(0)])
     sequence.extend([rng.integers(1, 80, text).tolist()])
+    entry_shape = engine.half.entry_shape
+    form = entry_shape.forms[0]
     for unit in sequence.timeline.units:
-        shape = engine.half.entry_shape.of(unit.layout.vision_tokens)
-        engine.attach(sequence, unit.name, torch.randn(shape, generator=generator, dtype=torch.float64))
+        shape = entry_shape.of(unit.layout.vision_tokens, form)
+        engine.attach(sequence, unit.name, torch.randn(shape, generator=generator, dtype=torch.float64), form)
     return sequence
 
 

@@ -24,6 +24,7 @@ from decoder_service.model import MAX_UNITS, DecoderModel
 from decoder_service.servicer import DecoderServicer
 from encoder_service.announcing import Announcing
 from encoder_service.engine import EncoderEngine
+from tests.decoder_service.oracle import grid_of, span_of
 
 ROOT = bytes(32)
 SIDE = 4
@@ -95,6 +96,7 @@ class Halves:
     ) -> None:
         fingerprint, secret = model.checkpoint.fingerprint, bytes(range(32))
         self.model = model
+        self.span = span_of(model.processor)
         self.store = MemoryStore(1 << 26)
         self.encoder = EncoderEngine(
             model.encoder(dtype=dtype),
@@ -122,7 +124,7 @@ class Halves:
             max_units=max_units,
             max_running=max_running,
         )
-        self.servicer = DecoderServicer(self.decoder, name="digits", family="moss_vl")
+        self.servicer = DecoderServicer(self.decoder, name="digits", family=model.family.name)
 
     def opened(
         self, *parts: str | int, max_tokens: int | None = None, kind: int = pb.MEDIA_KIND_VIDEO
@@ -148,15 +150,16 @@ class Halves:
         return opened
 
     async def ready(self, frames: Sequence[Rgb], *, slot: int = 0) -> list[dpb.DecodeReady]:
-        """The frames encoded, and the messages that hand them over."""
-        tokens = self.encoder.processor.unit_layout((SIDE, SIDE)).vision_tokens
+        """The frames encoded, as many a unit as the family has, and the messages that hand them over."""
+        grid, span = grid_of(frames[0]), self.span
+        tokens = self.encoder.processor.unit_layout(grid).vision_tokens
         height, width, _ = frames[0].shape
-        plan = MediumPlan("video", len(frames), height, width, (SIDE, SIDE), tokens, upscaled=False)
+        plan = MediumPlan("video", len(frames), height, width, grid, tokens, upscaled=False, span=span)
         announcing = Announcing(self.encoder, plan, root=ROOT, seconds=30)
 
         async def feed() -> None:
-            for number, frame in enumerate(frames):
-                await announcing.start(number, [frame])
+            for number in range(plan.units):
+                await announcing.start(number, frames[number * span : (number + 1) * span])
             await announcing.end()
 
         feeding = asyncio.create_task(feed())
@@ -190,21 +193,32 @@ class Halves:
 
 
 def sized(
-    count: int, *, of: int | None = None, slot: int = 0, final: bool = True, side: int = SIDE, revision: int = 1
+    count: int,
+    *,
+    of: int | None = None,
+    slot: int = 0,
+    final: bool = True,
+    side: int = SIDE,
+    revision: int = 1,
+    span: int = 1,
 ) -> dpb.DecodeSized:
-    """So many frames, a second apart; or so many `of` that many, taken evenly."""
+    """So many frames, `span` of them a unit, a second apart; or so many `of` that many, taken evenly."""
+    shown = spread(of or count, count)
     return dpb.DecodeSized(
         slot=slot,
         revision=revision,
         final=final,
         units=[
             pb.Unit(
-                index=i,
+                index=unit,
                 grid=pb.Grid(t=1, h=side, w=side),
                 tokens=side * side // 4 + 1,
-                frames=[pb.UnitFrame(file_index=i, frame_offset=to_duration(float(shown)))],
+                frames=[
+                    pb.UnitFrame(file_index=i, frame_offset=to_duration(float(shown[i])))
+                    for i in range(at, min(at + span, count))
+                ],
             )
-            for i, shown in enumerate(spread(of or count, count))
+            for unit, at in enumerate(range(0, count, span))
         ],
     )
 

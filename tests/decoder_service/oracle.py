@@ -20,8 +20,9 @@ from torch import Tensor
 from chiasm.attention.dense import DenseAttention
 from chiasm.attention.torch_backend import TorchVarlen
 from chiasm.chat_template import Slot, Turn
+from chiasm.media.sample import SamplingOptions
 from chiasm.media.types import Rgb
-from chiasm.models.family import DecoderHalf, EncoderHalf
+from chiasm.models.family import DecoderHalf, EncoderHalf, Grid, MediumFacts, Overlay, Processor
 from chiasm.models.registry import Model
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -32,14 +33,50 @@ CLOSE = 1e-6
 """Of what is told as float32, and of scores between which a rounding may decide."""
 
 
+def span_of(processor: Processor) -> int:
+    """Frames of a unit of a video."""
+    (plan,) = processor.size([MediumFacts("video", 64, 64, 8, 4.0, SamplingOptions(every_frame=True))])
+    return plan.span
+
+
+PATCH = 16
+"""Pixels of a side of a patch, in every checkpoint that is judged."""
+
+
+def grid_of(frame: Rgb) -> Grid:
+    height, width, _ = frame.shape
+    return height // PATCH, width // PATCH
+
+
 @dataclass(frozen=True)
 class Clip:
-    """A medium as its caller hands it over, each frame of `side` * `side` patches."""
+    """A medium as its caller hands it over.
+
+    Attributes:
+        offsets: seconds at which each frame is shown.
+        span: frames of a unit; the last has what is left.
+    """
 
     frames: Sequence[Rgb]
     offsets: Sequence[float]
     kind: pb.MediaKind.ValueType = pb.MEDIA_KIND_VIDEO
-    side: int = 4
+    span: int = 1
+
+    @property
+    def units(self) -> list[Sequence[Rgb]]:
+        """The frames of each."""
+        return [self.frames[at : at + self.span] for at in range(0, len(self.frames), self.span)]
+
+    @property
+    def times(self) -> list[float]:
+        """Of each unit: the mean of its frames' times."""
+        split = [self.offsets[at : at + self.span] for at in range(0, len(self.offsets), self.span)]
+        return [sum(times) / len(times) for times in split]
+
+    @property
+    def grid(self) -> Grid:
+        """Patches of each unit."""
+        return grid_of(self.frames[0])
 
 
 class Oracle(Model):
@@ -58,11 +95,16 @@ class Oracle(Model):
     def decoder(self, **_: Any) -> DecoderHalf:
         return self._decoder
 
-    def entry(self, frame: Rgb) -> Tensor:
-        """(layers, K|V, heads, tokens, dim), keys not rotated."""
-        data = frame.tobytes()
+    @property
+    def overlaid(self) -> bool:
+        """Whether units lie over their placeholders."""
+        return self._decoder.entry_shape.overlaid
+
+    def entry(self, frames: Sequence[Rgb]) -> Tensor:
+        """Of a unit: (layers, K|V, heads, tokens, dim), keys not rotated; or the (tokens, hidden) that lie over it."""
+        data = b"".join(frame.tobytes() for frame in frames) + bytes(grid_of(frames[0]))
         if data not in self._entries:
-            pixels = torch.from_numpy(frame).permute(2, 0, 1).unsqueeze(0)
+            pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
             (self._entries[data],) = self._encoder.encode([pixels], TorchVarlen())
         return self._entries[data]
 
@@ -76,19 +118,22 @@ class Oracle(Model):
         """(rows, width): what they are made of."""
         half, rows = self._decoder, len(timeline)
         boundaries = torch.from_numpy(timeline.boundaries())
-        sees, cross = None, []
-        if timeline.units:
+        sees, cross, overlay = None, [], None
+        entries = [self.entry(clips[unit.name.slot].units[unit.name.unit]) for unit in timeline.units]
+        if entries and self.overlaid:
+            over = [row for unit in timeline.units for row in range(unit.index, unit.end_index)]
+            overlay = Overlay(torch.tensor(over), torch.cat(entries))
+        elif entries:
             placed = []
-            for unit in timeline.units:
-                clip = clips[unit.name.slot]
-                steps = torch.from_numpy(self.processor.key_steps((clip.side, clip.side)) + unit.start)
-                placed.append(half.place(self.entry(clip.frames[unit.name.unit]), steps))
+            for unit, entry in zip(timeline.units, entries, strict=True):
+                steps = torch.from_numpy(self.processor.key_steps(clips[unit.name.slot].grid) + unit.start)
+                placed.append(half.place(entry, steps))
             keys_values = torch.cat(placed, dim=3).unsqueeze(2)  # (layers, K|V, 1, heads, tokens, dim)
             cross = [(layer[0], layer[1]) for layer in keys_values]
             sees = boundaries[:, 1] > boundaries[:, 0]
         attention = DenseAttention(1, cross, boundaries.unsqueeze(0))
         ids, positions = torch.tensor(timeline.ids()), torch.from_numpy(timeline.positions())
-        return half.states(ids, positions, sees, torch.arange(rows), attention)
+        return half.states(ids, positions, sees, torch.arange(rows), attention, overlay)
 
 
 @dataclass
@@ -128,8 +173,8 @@ class Replay:
             before, after = writer.frame(clip.offsets[0])
             pieces: list[list[int] | int] = [before, 0, after]
         else:
-            pieces = writer.medium("image" if clip.kind == pb.MEDIA_KIND_IMAGE else "video", clip.offsets)
-        layout = self.oracle.processor.unit_layout((clip.side, clip.side))
+            pieces = writer.medium("image" if clip.kind == pb.MEDIA_KIND_IMAGE else "video", clip.times)
+        layout = self.oracle.processor.unit_layout(clip.grid)
         for piece in pieces:
             if isinstance(piece, int):
                 self.timeline.append_unit(UnitName(slot, piece), layout)

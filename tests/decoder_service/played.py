@@ -135,6 +135,7 @@ class Interpreted:
         eager = EagerForward(
             half,
             FlashInferAttention(pools, heads=half.heads, kernels=self.kernels, workspace=workspace),
+            pools.features,
             compute=compute,
         )
         fixed = FixedAttention(

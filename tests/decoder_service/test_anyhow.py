@@ -20,3 +20,4 @@ def test_whatever_the_engine_does_with_a_timeline_its_tokens_are_those_of_one_un
     assert counts["resumed"] >= counts["answered"] / 10
     assert counts["refused"] <= counts["answered"] / 20
     assert len(timelines.answers) >= counts["answered"] / 4
+    assert all(counts[f"of {model}"] >= counts["examples"] / 8 for model in timelines.MODELS)

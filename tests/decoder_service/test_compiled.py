@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
@@ -20,7 +21,7 @@ from chiasm.models.registry import Model
 from decoder_service.compiled import Compiled
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.forward import EagerForward
-from tests import checkpoints_tiny
+from tests import checkpoints_qwen3_vl, checkpoints_tiny
 from tests.decoder_service.growing import assert_close, kept, laid
 
 LAYERS = {"num_hidden_layers": 2, "cross_attention_layers": [1]}
@@ -52,11 +53,21 @@ class Traced:
             self.graphs.append(graph)
             return graph.forward
 
-        return EagerForward(half, make(attention, pools, heads=half.heads), compute=Compiled(half, backend=keep))
+        compute = Compiled(half, backend=keep)
+        return EagerForward(half, make(attention, pools, heads=half.heads), pools.features, compute=compute)
 
 
-def test_steps_of_every_kind_give_the_logits_and_pools_of_eager_ones(tmp_path: Path) -> None:
-    model = Model(checkpoints_tiny.write(tmp_path / "tiny", checkpoints_tiny.config(LAYERS)))
+FEW = {"num_hidden_layers": 2}, {"deepstack_visual_indexes": [1]}
+"""One that a tap is added behind, and one more."""
+
+
+@pytest.mark.parametrize("overlaid", [False, True], ids=["apart", "overlaid"])
+def test_steps_of_every_kind_give_the_logits_and_pools_of_eager_ones(tmp_path: Path, overlaid: bool) -> None:
+    if overlaid:
+        folder = checkpoints_qwen3_vl.write(tmp_path / "tiny", checkpoints_qwen3_vl.config(*FEW))
+    else:
+        folder = checkpoints_tiny.write(tmp_path / "tiny", checkpoints_tiny.config(LAYERS))
+    model = Model(folder)
     traced = Traced()
     half = model.decoder(dtype=torch.float64)
     eager = DecoderEngine(half, model.processor, text_tokens=240, visual_tokens=200, page_size=4)

@@ -13,7 +13,7 @@ from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from tests.decoder_service.halves import CLOSE, Halves, halves, sent, wrapped
 from tests.decoder_service.holders import hold
-from tests.decoder_service.test_preempting import CLIP, ask, say_all
+from tests.decoder_service.test_preempting import ask, say_all
 
 
 async def to_its_end(system: Halves, requests: AsyncIterator[dpb.DecodeRequest]) -> None:
@@ -30,7 +30,7 @@ async def test_the_last_end_of_several_answers_tells_what_was_used_also_while_un
         async def again() -> None:
             while not caller.told.ids:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0)
-            (ready,) = await system.ready([CLIP.frames[0]])
+            (ready,) = await system.ready(caller.clips[0].units[0])
             while len(caller.told.ends) < 2:
                 caller.send(ready)
                 await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ from decoder_service.engine import DecoderEngine, Work
 from decoder_service.forward import EagerForward
 from decoder_service.graphs import buckets
 from decoder_service.sequence import DecodeSequence
-from tests import checkpoints_tiny
+from tests import checkpoints_qwen3_vl, checkpoints_tiny
 from tests.decoder_service.growing import assert_close, kept, laid
 from tests.decoder_service.played import Interpreted, Played
 
@@ -26,9 +26,25 @@ PAGE = 4
 GRAPH_ROWS = 6
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(checkpoints_tiny.write(tmp_path_factory.mktemp("tiny")))
+@pytest.fixture(scope="module", params=[checkpoints_tiny.write, checkpoints_qwen3_vl.write], ids=["apart", "overlaid"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """One of each kind of entry: units that layers attend to apart from the text, and such as lie over placeholders."""
+    return Model(request.param(tmp_path_factory.mktemp("tiny")))
+
+
+def kinds(model: Model) -> int:
+    """Graphs of one bucket: with layers that attend to units, if there are such, and without."""
+    return 1 if model.entry_shape.overlaid else 2
+
+
+def units(engine: DecoderEngine) -> torch.Tensor:
+    """What the visual pool holds, slots before the last axis."""
+    overlaid = engine.half.entry_shape.overlaid
+    return engine.pools.features if overlaid else engine.pools.cross_kv
+
+
+apart = pytest.mark.parametrize("model", [checkpoints_tiny.write], ids=["apart"], indirect=True)
+overlaid = pytest.mark.parametrize("model", [checkpoints_qwen3_vl.write], ids=["overlaid"], indirect=True)
 
 
 Make = Callable[[Interpreted | None], DecoderEngine]
@@ -50,7 +66,7 @@ def make(model: Model) -> Make:
             forward=graphs or make_forward,
         )
         engine.pools.self_kv[:, :, : 60 * PAGE] = torch.nan
-        engine.pools.cross_kv[:, :, :, :200] = torch.nan
+        units(engine)[..., :200, :] = torch.nan
         return engine
 
     return made
@@ -88,12 +104,14 @@ def test_buckets_are_small_steps_for_few_rows_and_eights_for_many() -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_sequences_that_grow_join_and_leave_get_the_logits_and_pools_of_eager_steps(make: Make, prepared: bool) -> None:
+def test_sequences_that_grow_join_and_leave_get_the_logits_and_pools_of_eager_steps(
+    model: Model, make: Make, prepared: bool
+) -> None:
     graphs = Interpreted()
     engines = [make(None), make(graphs)]
     if prepared:
         engines[1].prepare()
-        assert graphs.device.captured == 2 * len(buckets(GRAPH_ROWS))
+        assert graphs.device.captured == kinds(model) * len(buckets(GRAPH_ROWS))
     rng = np.random.default_rng(0)
     running: list[list[DecodeSequence]] = []
     steps = graphs.forward.replayed
@@ -106,10 +124,12 @@ def test_sequences_that_grow_join_and_leave_get_the_logits_and_pools_of_eager_st
             for engine, sequence in zip(engines, running.pop(int(rng.integers(len(running)))), strict=True):
                 engine.release(sequence)
     assert graphs.forward.replayed == steps, "every decode step was replayed"
-    assert graphs.device.captured <= 2 * len(buckets(GRAPH_ROWS))
-    assert not engines[1].pools.cross_kv[:, :, :, -1].any(), "the spare slot is as it was"
+    assert graphs.device.captured <= kinds(model) * len(buckets(GRAPH_ROWS))
+    if not model.entry_shape.overlaid:
+        assert not engines[1].pools.cross_kv[:, :, :, -1].any(), "the spare slot is as it was"
 
 
+@apart
 def test_the_wrappers_are_one_for_each_use_of_each_bucket(make: Make) -> None:
     graphs = Interpreted()
     engine = make(graphs)
@@ -125,9 +145,10 @@ def test_nothing_is_taken_of_the_pools_to_prepare(make: Make) -> None:
     engine = make(Interpreted())
     engine.prepare()
     assert engine.pages.free == engine.pages.total and engine.extents.free == engine.extents.total
-    assert engine.pools.self_kv[:, :, : 60 * PAGE].isnan().all() and engine.pools.cross_kv[..., :200, :].isnan().all()
+    assert engine.pools.self_kv[:, :, : 60 * PAGE].isnan().all() and units(engine)[..., :200, :].isnan().all()
 
 
+@apart
 def test_text_alone_is_replayed_without_the_cross_layers(make: Make) -> None:
     graphs = Interpreted()
     engines = [make(None), make(graphs)]
@@ -139,6 +160,7 @@ def test_text_alone_is_replayed_without_the_cross_layers(make: Make) -> None:
     assert graphs.device.captured == 2
 
 
+@apart
 def test_rows_that_look_at_the_same_slots_are_one_part_wherever_they_stand(make: Make) -> None:
     """Three questions about one video between others, as `Holdings` lets them share its slots."""
     graphs = Interpreted()
@@ -187,6 +209,34 @@ def test_what_is_no_decode_step_is_computed_eagerly(make: Make) -> None:
     assert graphs.forward.replayed == 1, "and decode steps are replayed beside all that"
 
 
+@overlaid
+def test_a_step_with_a_placeholder_among_its_rows_is_computed_eagerly(make: Make) -> None:
+    """Also where every sequence adds one row: a prompt may be cut inside an image, or end with it."""
+    graphs = Interpreted()
+    engines = [make(None), make(graphs)]
+    beside = prefilled(engines, 7)
+    within = [laid(engine, 8, text=3, frames=2) for engine in engines]
+    unit = within[0].timeline.units[1]
+    for engine, one in zip(engines, within, strict=True):
+        engine.step([Work(one, unit.index - 1, "none")])
+    eager = 0
+    while within[0].computed < len(within[0].timeline):
+        row = within[0].computed
+        steps = [
+            engine.step([Work(one, 1, "last"), Work(other, 1, "last")])
+            for engine, one, other in zip(engines, within, beside, strict=True)
+        ]
+        for got, expected in zip(steps[1], steps[0], strict=True):
+            assert_close(got, expected)
+        eager += unit.index <= row < unit.end_index
+        assert graphs.forward.replayed == row + 1 - (unit.index - 1) - eager
+        for one in beside:
+            one.extend([[5]])
+    assert eager == unit.layout.vision_tokens
+    for engine, one in zip(engines, within, strict=True):
+        assert_close(kept(engine, one), kept(engines[0], within[0]))
+
+
 def test_more_pages_than_the_tables_hold_are_attended_to_eagerly(make: Make) -> None:
     graphs = Interpreted(largest_table=GRAPH_ROWS + 4)
     engines = [make(None), make(graphs)]
@@ -217,7 +267,7 @@ def test_logits_of_one_step_outlive_the_next(make: Make) -> None:
 
 @pytest.mark.parametrize("captures", [0, 1])
 def test_a_capture_that_fails_is_told_once_and_fails_no_step(
-    make: Make, captures: int, caplog: pytest.LogCaptureFixture
+    model: Model, make: Make, captures: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = Interpreted(Played(captures))
     engines = [make(None), make(graphs)]
@@ -228,7 +278,8 @@ def test_a_capture_that_fails_is_told_once_and_fails_no_step(
     (told,) = caplog.records
     assert "not captured" in told.message and told.exc_info is not None
     assert "capturing" in str(told.exc_info[1])
-    assert graphs.forward.replayed == (2 if captures else 0), "nothing is replayed any more"
+    # The graph of one row is of text alone, or of what sees units that lie over placeholders too.
+    assert graphs.forward.replayed == (captures and 4 - kinds(model)), "nothing is replayed any more"
     engines[1].prepare()
     assert graphs.device.captured == captures
 

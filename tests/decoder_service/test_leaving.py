@@ -12,7 +12,9 @@ import torch
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from tests.decoder_service.caller import Caller
 from tests.decoder_service.halves import Halves, halves
-from tests.decoder_service.test_preempting import JUDGE, ask, pushed, say_all, show, told_by
+from tests.decoder_service.oracle import Oracle
+from tests.decoder_service.test_preempting import ask, pushed, say_all, show, told_by
+from tests.fuzz.timelines import oracle_of
 from tests.waiting import until
 
 
@@ -58,24 +60,24 @@ async def everywhere(system: Halves, made: Callable[[], Caller], say: Callable[[
         await say(caller)  # type: ignore[misc]
         await caller.run(leave_after=after)
         await traces.assert_none()
-        caller.check(JUDGE())
+        caller.check(oracle_of(system))
         if after % 3 == 0:
             system.decoder.flush()
             await system.store.flush()
     return whole.responses
 
 
-async def test_a_question_about_a_video_leaves_nothing_wherever_it_is_left() -> None:
-    async with halves(JUDGE(), dtype=torch.float64, max_units=1) as system:
+async def test_a_question_about_a_video_leaves_nothing_wherever_it_is_left(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64, max_units=1) as system:
         assert await everywhere(system, lambda: ask(system, 0, "Read the digits.", tokens=8), say_all) >= 12
 
 
-async def test_several_answers_leave_nothing_wherever_they_are_left() -> None:
-    async with halves(JUDGE(), dtype=torch.float64, page_size=4) as system:
+async def test_several_answers_leave_nothing_wherever_they_are_left(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64, page_size=4) as system:
         assert await everywhere(system, lambda: ask(system, 0, "Q", tokens=6, number=3), say_all) >= 20
 
 
-async def test_a_live_timeline_leaves_nothing_wherever_it_is_left() -> None:
+async def test_a_live_timeline_leaves_nothing_wherever_it_is_left(judge: Oracle) -> None:
     def made() -> Caller:
         caller = ask(system, "Say each digit you see.", tokens=12)
         caller.opened.sample = dpb.SAMPLE_MODE_WHILE_OPEN
@@ -85,13 +87,13 @@ async def test_a_live_timeline_leaves_nothing_wherever_it_is_left() -> None:
         for number in range(3):
             await show(caller, number, number + 1)
 
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+    async with halves(judge, dtype=torch.float64) as system:
         assert await everywhere(system, made, show_all) >= 15
 
 
-async def test_who_has_lost_its_room_leaves_nothing_wherever_it_is_left() -> None:
+async def test_who_has_lost_its_room_leaves_nothing_wherever_it_is_left(judge: Oracle) -> None:
     """It is pushed out at each token in turn and leaves at once, whether it waits or has room again by then."""
-    async with pushed(max_running=2) as pushing:
+    async with pushed(judge, max_running=2) as pushing:
         system = pushing.system
         traces = Traces(system)
         for told in range(1, 8):
@@ -106,11 +108,11 @@ async def test_who_has_lost_its_room_leaves_nothing_wherever_it_is_left() -> Non
                 running.cancel()
                 await asyncio.wait([running])
                 await traces.assert_none()
-                caller.check(JUDGE())
+                caller.check(judge)
 
 
-async def test_who_waits_to_be_admitted_leaves_nothing() -> None:
-    async with pushed(max_running=1) as pushing:
+async def test_who_waits_to_be_admitted_leaves_nothing(judge: Oracle) -> None:
+    async with pushed(judge, max_running=1) as pushing:
         traces = Traces(pushing.system)
         for _ in range(3):
             caller = ask(pushing.system, 0, "Read the digits.")
@@ -123,9 +125,9 @@ async def test_who_waits_to_be_admitted_leaves_nothing() -> None:
             assert not caller.responses
 
 
-async def test_neighbours_of_those_who_leave_notice_nothing() -> None:
+async def test_neighbours_of_those_who_leave_notice_nothing(judge: Oracle) -> None:
     """One stays while others come and go beside it, with its video and with others."""
-    async with halves(JUDGE(), dtype=torch.float64, page_size=4, text_tokens=160, visual_tokens=40) as system:
+    async with halves(judge, dtype=torch.float64, page_size=4, text_tokens=160, visual_tokens=40) as system:
         stays = ask(system, 0, "Read the digits.", tokens=60)
         await say_all(stays)
         running = asyncio.create_task(stays.run())
@@ -142,4 +144,4 @@ async def test_neighbours_of_those_who_leave_notice_nothing() -> None:
             left += 1
         await running
         assert left > 5
-    stays.check_whole(JUDGE())
+    stays.check_whole(judge)

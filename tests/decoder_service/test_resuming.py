@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,6 @@ from tests.decoder_service.oracle import Oracle
 from tests.fuzz.timelines import FRAMES, frames, oracle
 from tests.waiting import until
 
-JUDGE: Callable[[], Oracle] = partial(oracle, "random")
 TOKENS = 16
 
 
@@ -101,12 +100,17 @@ class Call:
                     self.usage = told.usage
 
 
+def shown(system: Halves, count: int = FRAMES, **said: Any) -> dpb.DecodeSized:
+    """So many frames as units: an odd number, so that where two make one the last is of one."""
+    return sized(count, span=system.span, **said)
+
+
 async def call(system: Halves, opened: dpb.DecodeOpen, *, clips: int = 0, leave_after: int | None = None) -> Call:
     """A call with some media, heard to its end, or until so many tokens were told."""
     told = Call()
     messages: list[Message] = [opened]
     for slot in range(clips):
-        messages += [sized(FRAMES, slot=slot), *await system.ready(frames(slot), slot=slot)]
+        messages += [shown(system, slot=slot), *await system.ready(frames(slot)[:FRAMES], slot=slot)]
     async with aclosing(system.decode(*messages, CLOSE)) as responses:
         try:
             async for response in responses:
@@ -199,8 +203,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_answer_that_breaks_behind_any_token_is_the_unbroken_one(kind: str) -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_an_answer_that_breaks_behind_any_token_is_the_unbroken_one(judge: Oracle, kind: str) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         options = {"ignore_eos": True} | KINDS[kind]
         whole = await broken_everywhere(system, asked(system, clips=1, seed=1, **options), clips=1)
         assert len(whole.streams[0].ids) > 1
@@ -213,8 +217,8 @@ async def test_the_digits_are_read_on_from_any_of_them() -> None:
         assert len(whole.streams[0].text.split()) == FRAMES
 
 
-async def test_a_stop_string_is_found_across_the_seam() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_a_stop_string_is_found_across_the_seam(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         free = await call(system, asked(system, ignore_eos=True, temperature=1.0, seed=3))
         text = free.streams[0].text.decode()
         found = 0
@@ -247,8 +251,8 @@ GUIDES = {
 
 
 @pytest.mark.parametrize("kind", GUIDES)
-async def test_a_guided_answer_keeps_to_its_guide_across_the_seam(kind: str) -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_a_guided_answer_keeps_to_its_guide_across_the_seam(judge: Oracle, kind: str) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         for seed in range(2):
             opened = asked(system, seed=seed, guide=GUIDES[kind], temperature=20.0, max_tokens=40, logprobs=2)
             whole = await broken_everywhere(system, opened)
@@ -257,8 +261,8 @@ async def test_a_guided_answer_keeps_to_its_guide_across_the_seam(kind: str) -> 
         assert len(cut.streams[0].ids) <= 3
 
 
-async def test_each_of_several_answers_goes_on_behind_its_own_tokens() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_each_of_several_answers_goes_on_behind_its_own_tokens(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = asked(
             system, clips=1, n=3, temperature=1.0, ignore_eos=False, max_tokens=24, seed=5, logprobs=1, stop=["a"]
         )
@@ -288,8 +292,8 @@ def _cut(opened: dpb.DecodeOpen, ids: dict[int, list[int]], at: dict[int, int]) 
     return again(opened, {number: ids[number][:count] for number, count in at.items()})
 
 
-async def test_an_answer_may_break_again_and_again() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_an_answer_may_break_again_and_again(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = asked(system, clips=1, temperature=1.0, ignore_eos=True, frequency_penalty=0.7, logprobs=1)
         whole = await call(system, opened, clips=1)
         ids: list[int] = []
@@ -306,16 +310,14 @@ async def test_an_answer_may_break_again_and_again() -> None:
         assert b"".join(texts) + last.streams[0].text == whole.streams[0].text
 
 
-async def test_deterministic_decoders_go_on_with_the_same_bits_however_large_their_steps_are() -> None:
+async def test_deterministic_decoders_go_on_with_the_same_bits_however_large_their_steps_are(judge: Oracle) -> None:
     clips = 1
-    async with halves(JUDGE(), dtype=torch.float32, deterministic=True) as system:
+    async with halves(judge, dtype=torch.float32, deterministic=True) as system:
         opened = asked(system, clips=clips, temperature=1.0, ignore_eos=True, logprobs=5)
         whole = await call(system, opened, clips=clips)
         ids = whole.streams[0].ids
     for rows, page_size in ((2, 2), (7, 16), (64, 4)):
-        async with halves(
-            JUDGE(), dtype=torch.float32, deterministic=True, max_rows=rows, page_size=page_size
-        ) as system:
+        async with halves(judge, dtype=torch.float32, deterministic=True, max_rows=rows, page_size=page_size) as system:
             parts = await asyncio.gather(
                 *(call(system, again(opened, {0: ids[:count]}), clips=clips) for count in range(0, TOKENS + 1, 3))
             )
@@ -323,8 +325,8 @@ async def test_deterministic_decoders_go_on_with_the_same_bits_however_large_the
                 check(whole, part, {0: 3 * number}, exact=True)
 
 
-async def test_one_that_gives_way_while_it_catches_up_goes_on_all_the_same() -> None:
-    async with halves(JUDGE(), dtype=torch.float64, max_rows=2, page_size=4) as system:
+async def test_one_that_gives_way_while_it_catches_up_goes_on_all_the_same(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64, max_rows=2, page_size=4) as system:
         opened = asked(system, clips=1, temperature=1.0, ignore_eos=True, logprobs=1, presence_penalty=1.0, n=2)
         whole = await call(system, opened, clips=1)
         ids = {number: stream.ids for number, stream in whole.streams.items()}
@@ -345,8 +347,8 @@ def _runs_beside(scheduler: Scheduler[DecodeSequence], call: asyncio.Task[Call])
     return scheduler.running > 1 or call.done()
 
 
-async def test_answers_beside_one_that_is_resumed_are_those_that_each_has_alone() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_answers_beside_one_that_is_resumed_are_those_that_each_has_alone(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = asked(system, clips=1, temperature=1.0, ignore_eos=True)
         other = asked(system, temperature=1.0, ignore_eos=True, seed=9, max_tokens=40)
         whole, alone = await call(system, opened, clips=1), await call(system, other)
@@ -363,8 +365,8 @@ async def test_answers_beside_one_that_is_resumed_are_those_that_each_has_alone(
         assert isinstance(wrong.error, InvalidRequest) and not wrong.streams
 
 
-async def test_what_is_found_of_an_answer_is_not_computed_again() -> None:
-    async with halves(JUDGE(), dtype=torch.float64, page_size=4) as system:
+async def test_what_is_found_of_an_answer_is_not_computed_again(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64, page_size=4) as system:
         opened = asked(system, clips=1, ignore_eos=True)
         whole = await call(system, opened, clips=1)
         before = system.decoder.scheduler.counts.rows
@@ -375,15 +377,15 @@ async def test_what_is_found_of_an_answer_is_not_computed_again() -> None:
         assert part.usage.cached_prompt_tokens > part.usage.prompt_tokens - 4 >= whole.usage.cached_prompt_tokens
 
 
-async def test_one_that_had_ended_ends_at_once_before_its_media_are_there() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_one_that_had_ended_ends_at_once_before_its_media_are_there(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = asked(system, clips=1, ignore_eos=True, n=2, temperature=1.0)
         whole = await call(system, opened, clips=1)
         ids = {number: stream.ids for number, stream in whole.streams.items()}
         system.decoder.flush()
         rows = system.decoder.scheduler.counts.rows
         part = Call()
-        async with aclosing(system.decode(again(opened, ids), sized(FRAMES), CLOSE)) as responses:
+        async with aclosing(system.decode(again(opened, ids), shown(system), CLOSE)) as responses:
             async for response in responses:
                 part.note(response, 2)
         check(whole, part, {0: TOKENS, 1: TOKENS})
@@ -391,21 +393,21 @@ async def test_one_that_had_ended_ends_at_once_before_its_media_are_there() -> N
         assert "tokens" not in part.order and "visible" not in part.order
 
 
-async def test_one_fills_the_pool_to_its_last_row() -> None:
-    async with halves(JUDGE(), dtype=torch.float64, page_size=1) as system:
+async def test_one_fills_the_pool_to_its_last_row(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64, page_size=1) as system:
         opened = asked(system, ignore_eos=True)
         whole = await call(system, opened)
         assert whole.usage is not None
         rows = whole.usage.prompt_tokens + TOKENS
-    async with halves(JUDGE(), dtype=torch.float64, page_size=1, text_tokens=rows) as system:
+    async with halves(judge, dtype=torch.float64, page_size=1, text_tokens=rows) as system:
         for count in range(TOKENS + 1):
             check(whole, await call(system, again(opened, {0: whole.streams[0].ids[:count]})), {0: count})
         opened.sampling.ClearField("max_tokens")
         check(whole, await call(system, again(opened, {0: whole.streams[0].ids})), {0: TOKENS})
 
 
-async def test_the_prompt_is_told_by_the_digest_of_its_ids() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_the_prompt_is_told_by_the_digest_of_its_ids(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         told = await call(system, asked(system, max_tokens=1))
         (piece,) = system.decoder.prompt.turns([Turn("user", ("Read the digits.",))])
         assert isinstance(piece, Sequence)
@@ -416,16 +418,16 @@ async def test_the_prompt_is_told_by_the_digest_of_its_ids() -> None:
         assert len({one.started.prompt_digest for one in (told, *two) if one.started is not None}) == 3
 
 
-async def test_a_medium_that_came_to_fewer_units_is_told_by_its_last_digest() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_a_medium_that_came_to_fewer_units_is_told_by_its_last_digest(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = asked(system, clips=1, ignore_eos=True, temperature=1.0)
         whole = await call(system, opened, clips=1)
 
         async def shrinking(resumed: dpb.DecodeOpen) -> Call:
             told = Call()
-            ready = await system.ready(frames(0))
-            more = sized(FRAMES + 2, final=False)
-            async with aclosing(system.decode(resumed, more, *ready, CLOSE, sized(FRAMES, revision=2))) as responses:
+            ready = await system.ready(frames(0)[:FRAMES])
+            more = shown(system, FRAMES + 2, final=False)
+            async with aclosing(system.decode(resumed, more, *ready, CLOSE, shown(system, revision=2))) as responses:
                 async for response in responses:
                     told.note(response, resumed.attempt)
             return told
@@ -447,8 +449,8 @@ async def _refused(system: Halves, opened: dpb.DecodeOpen) -> ChiasmError:
     return told.error
 
 
-async def test_tokens_that_no_answer_could_hold_are_refused_by_their_place() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_tokens_that_no_answer_could_hold_are_refused_by_their_place(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = asked(system, n=2, temperature=1.0, ignore_eos=True, banned_token_ids=[7])
         pad = min(system.decoder.prompt.banned_ids)
         for emitted, item in (
@@ -466,8 +468,8 @@ async def test_tokens_that_no_answer_could_hold_are_refused_by_their_place() -> 
         assert (await _refused(system, twice)).item == "emitted[1].sequence"
 
 
-async def test_tokens_behind_the_end_of_an_answer_are_refused() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_tokens_behind_the_end_of_an_answer_are_refused(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         stop, other = min(system.decoder.prompt.stop_ids), system.decoder.prompt.text("a")[0]
         free = asked(system)
         error = await _refused(system, again(free, {0: [other, stop, other]}))
@@ -479,8 +481,8 @@ async def test_tokens_behind_the_end_of_an_answer_are_refused() -> None:
         assert check_end.streams[0].end is not None and check_end.streams[0].end.stop == "aa"
 
 
-async def test_what_a_guide_would_not_have_let_come_is_not_resumable() -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_what_a_guide_would_not_have_let_come_is_not_resumable(judge: Oracle) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         prompt = system.decoder.prompt
         stop = min(prompt.stop_ids)
         guided = asked(system, guide=pb.Guide(regex="[ab]{2,4}"))
@@ -494,8 +496,8 @@ async def test_what_a_guide_would_not_have_let_come_is_not_resumable() -> None:
 
 
 @pytest.mark.parametrize("mode", [dpb.SAMPLE_MODE_WHILE_OPEN, dpb.SAMPLE_MODE_ESTIMATE])
-async def test_a_timeline_that_grows_is_not_gone_on_with(mode: dpb.SampleMode.ValueType) -> None:
-    async with halves(JUDGE(), dtype=torch.float64) as system:
+async def test_a_timeline_that_grows_is_not_gone_on_with(judge: Oracle, mode: dpb.SampleMode.ValueType) -> None:
+    async with halves(judge, dtype=torch.float64) as system:
         opened = again(asked(system), {0: [3]})
         opened.sample = mode
         error = await _refused(system, opened)

@@ -36,14 +36,23 @@ from chiasm.models.registry import SHIPPED, find
 from chiasm.rpc.times import to_duration
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
-from tests import checkpoints_tiny, digits
+from chiasm.timeline import UnitLayout
+from tests import checkpoints_qwen3_vl, checkpoints_tiny, digits
 from tests.decoder_service.caller import Caller
-from tests.decoder_service.halves import CLOSE, SIDE, Halves, halves
-from tests.decoder_service.oracle import Clip, Oracle
+from tests.decoder_service.halves import CLOSE, Halves, halves
+from tests.decoder_service.oracle import Clip, Oracle, grid_of
 
 TEXTS = ["Read the digits.", "Read the digits. Which one?", "Say each digit you see.", "Q", "x" * 40]
+MODELS = ["random", "random", "digits", "qwen3_vl", "qwen3_vl"]
+"""From which that of an example is drawn (`oracle`)."""
+
 CLIPS = 3
 FRAMES = 3
+"""Units of a clip at most, where one is one frame."""
+
+LARGEST = 2
+"""Frames of a unit, in any family."""
+
 FEW = 4
 """Responses behind which a stream may break that has told no token yet."""
 
@@ -58,10 +67,13 @@ answers: set[tuple[int, ...]] = set()
 
 @cache
 def oracle(name: str) -> Oracle:
-    """`digits`, which is sure of what it says, or `random`, whose every token hangs on all that it sees."""
+    """`digits`, which is sure of what it says; `random` of its family, whose every token hangs on all that it sees; and
+    `qwen3_vl`, which is random too, and whose units lie over their placeholders."""
     if name == "digits":
         return Oracle(find("digits"))
-    folder = Path(tempfile.mkdtemp(prefix="chiasm-timelines-")) / "random"
+    folder = Path(tempfile.mkdtemp(prefix="chiasm-timelines-")) / name
+    if name == "qwen3_vl":
+        return Oracle(checkpoints_qwen3_vl.write(folder, seed=3))
     shipped = SHIPPED / "digits"
     checkpoints_tiny.write(folder, json.loads((shipped / "config.json").read_text(encoding="utf-8")), seed=3)
     (folder / "tokenizer.json").write_bytes((shipped / "tokenizer.json").read_bytes())
@@ -70,9 +82,12 @@ def oracle(name: str) -> Oracle:
 
 @cache
 def frames(clip: int) -> list[digits.Rgb]:
+    """Pictures of a clip. Those of the last are twice as wide as high."""
     rng = np.random.default_rng(clip)
     cells = digits.held_out_digits()
-    return [digits.frame(cells[clip * 31 + number][0], rng) for number in range(FRAMES)]
+    made = [digits.frame(cells[clip * 31 + number][0], rng) for number in range((FRAMES + 2) * LARGEST)]
+    wide = clip == CLIPS - 1
+    return [np.concatenate([one, made[number - 1]], axis=1) for number, one in enumerate(made)] if wide else made
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -80,22 +95,41 @@ def frames(clip: int) -> list[digits.Rgb]:
 
 @dataclass(frozen=True)
 class Medium:
-    """A clip of the prompt.
+    """A medium of the prompt.
 
     Attributes:
-        clip, count: its first `count` frames.
-        extra: units that it was said to have beyond those, at first.
+        clip, count: its first `count` units.
+        image: it is a picture; `count` is 1.
+        odd: the last unit lacks a frame, where it would have several.
+        extra: units that it was said to have beyond those, at first; then none lacks a frame.
         moved: the others are shown at other times then.
     """
 
     clip: int
     count: int
+    image: bool = False
+    odd: bool = False
     extra: int = 0
     moved: bool = False
 
-    def offsets(self, *, first: bool = False) -> list[float]:
+    @property
+    def kind(self) -> pb.MediaKind.ValueType:
+        return pb.MEDIA_KIND_IMAGE if self.image else pb.MEDIA_KIND_VIDEO
+
+    def offsets(self, span: int, *, first: bool = False) -> list[float]:
+        """Of each frame."""
         step = 2.0 if self.moved and not first else 1.0
-        return [number * step for number in range(self.count + (self.extra if first else 0))]
+        return [number * step for number in range(self._frames(span, first=first))]
+
+    def shown(self, span: int, *, first: bool = False) -> Clip:
+        """What it becomes, or what it was said to become at first."""
+        offsets = self.offsets(span, first=first)
+        return Clip(frames(self.clip)[: len(offsets)], offsets, self.kind, 1 if self.image else span)
+
+    def _frames(self, span: int, *, first: bool) -> int:
+        if self.image:
+            return 1
+        return (self.count + self.extra) * span if first else self.count * span - (self.odd and span > 1)
 
 
 @dataclass(frozen=True)
@@ -145,17 +179,22 @@ class Scene:
 
 
 @st.composite
+def medium(draw: st.DrawFn, *, live: bool) -> Medium:
+    if draw(st.integers(0, 3)) == 0:
+        return Medium(draw(st.integers(0, CLIPS - 1)), 1, image=True)
+    return Medium(
+        draw(st.integers(0, CLIPS - 1)),
+        draw(st.integers(1, FRAMES)),
+        odd=draw(st.booleans()),
+        extra=0 if live else draw(st.sampled_from([0, 0, 0, 1, 2])),
+        moved=not live and draw(st.booleans()),
+    )
+
+
+@st.composite
 def asked(draw: st.DrawFn) -> Asked:
     live = draw(st.integers(0, 4)) == 0
-    media = tuple(
-        Medium(
-            draw(st.integers(0, CLIPS - 1)),
-            draw(st.integers(1, FRAMES)),
-            0 if live else draw(st.sampled_from([0, 0, 0, 1, 2])),
-            not live and draw(st.booleans()),
-        )
-        for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2])))
-    )
+    media = tuple(draw(medium(live=live)) for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2]))))
     events = None
     if live:
         events = tuple(draw(st.lists(st.sampled_from([0, 1, 2, "And?", None]), min_size=1, max_size=5)))
@@ -188,7 +227,7 @@ def asked(draw: st.DrawFn) -> Asked:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def scenes(draw: st.DrawFn, models: Sequence[str]) -> Scene:
     engine = {
         "max_rows": draw(st.sampled_from([1, 2, 3, 5, 8, 17, 64])),
         "max_units": draw(st.integers(1, 4)),
@@ -196,7 +235,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         "page_size": draw(st.sampled_from([2, 4, 4, 8, 16])),
     }
     return Scene(
-        model=draw(st.sampled_from(["random", "random", "digits"])),
+        model=draw(st.sampled_from(models)),
         engine=engine,
         text=draw(st.sampled_from([0, 2, 8, 20, 40])),
         visual=draw(st.sampled_from([30, 30, 15, 5, 0])),
@@ -219,10 +258,11 @@ class Asking:
     def __init__(self, system: Halves, asked: Asked) -> None:
         self.asked = asked
         self.live = asked.events is not None
-        self.clips = {
-            slot: Clip(frames(medium.clip)[: medium.count], medium.offsets()) for slot, medium in enumerate(asked.media)
-        }
+        self.clips = {slot: medium.shown(system.span) for slot, medium in enumerate(asked.media)}
         self._system = system
+        # What is part of the text cannot be forgotten.
+        overlaid = oracle_of(system).overlaid
+        self._events = [event for event in asked.events or () if not (overlaid and event is None)]
         self._ready: dict[tuple[int, int], dpb.DecodeReady] = {}  # known before they are handed over
         self._units = sum(medium.count for medium in asked.media)
         self._dropped = 0
@@ -230,6 +270,8 @@ class Asking:
         slots = range(len(asked.media))
         parts: list[str | int] = [*slots, asked.text] if asked.video_first else [asked.text, *slots]
         opened = system.opened(*parts)
+        for named in opened.slots:
+            named.kind = asked.media[named.slot].kind
         for name, value in asked.sampling.items():
             setattr(opened.sampling, name, value)
         opened.seed, opened.priority, opened.fairness_key = asked.seed, asked.priority, asked.tenant
@@ -242,17 +284,15 @@ class Asking:
 
     def needs(self) -> tuple[int, int]:
         """Rows and visual tokens that it may come to at most."""
-        largest = {
-            slot: Clip([frames(0)[0]] * (medium.count + medium.extra), medium.offsets(first=True))
-            for slot, medium in enumerate(self.asked.media)
-        }
+        span = self._system.span
+        largest = {slot: medium.shown(span, first=True) for slot, medium in enumerate(self.asked.media)}
         rows = visual = 0
         for clips in (self.clips, largest):
             replay = Caller(self._system, self.caller.opened, clips).replay(oracle_of(self._system))
             rows, visual = max(rows, len(replay.timeline)), max(visual, replay.timeline.vision_tokens)
-        for event in self.asked.events or ():
-            rows += 16 if isinstance(event, int) else 32
-            visual += SIDE * SIDE // 4 + 1 if isinstance(event, int) else 0
+        for event in self._events:
+            rows += 24 if isinstance(event, int) else 32
+            visual += self._layout(frames(event)[0]).vision_tokens if isinstance(event, int) else 0
         return rows + self.asked.sampling["max_tokens"] + 1, visual
 
     def _plan(self) -> list[tuple[str, int, int]]:
@@ -263,12 +303,11 @@ class Asking:
             chain = [("size", slot, 0)] if medium.extra else []
             actions.append([*chain, ("final", slot, 0)])
             actions += [[("ready", slot, unit)] for unit in range(medium.count)]
-        events = self.asked.events
-        if events is None:
+        if not self.live:
             actions.append([("close", 0, 0)])
         shown = len(media)
         appended: list[tuple[str, int, int]] = []
-        for event in events or ():
+        for event in self._events:
             if isinstance(event, int):
                 appended.append(("show", shown, event))
                 actions += [[("final", shown, 0)], [("ready", shown, 0)]]
@@ -281,7 +320,7 @@ class Asking:
         while actions := [chain for chain in actions if chain]:
             possible = [chain for chain in actions if self._may(chain[0], planned, len(media))]
             planned.append(possible[next(order) % len(possible)].pop(0))
-        if events is not None:
+        if self.live:
             planned.append(("close", 0, 0))
         return planned
 
@@ -309,8 +348,8 @@ class Asking:
         counts["resumed"] += any(caller.told.sequences.values())
         self.resumed = Caller(self._system, opened, self.clips)
         for slot in media:
-            self.resumed.send(self._units_of(slot, self.clips[slot].offsets, final=True))
-            for unit in range(len(self.clips[slot].frames)):
+            self.resumed.send(self._units_of(slot, self.clips[slot], final=True))
+            for unit in range(len(self.clips[slot].units)):
                 await self.resumed.hand_over(slot, unit)
         self.resumed.send(CLOSE)
         await self.resumed.run()
@@ -344,25 +383,22 @@ class Asking:
             caller.send(append)
 
     async def _sized(self, slot: int, *, first: bool, final: bool) -> dpb.DecodeSized:
-        prompt = slot < len(self.asked.media)
-        offsets = self.asked.media[slot].offsets(first=first) if prompt else self.clips[slot].offsets
-        message = self._units_of(slot, offsets, first=first, final=final)
+        clip = self.asked.media[slot].shown(self._system.span, first=True) if first else self.clips[slot]
+        message = self._units_of(slot, clip, first=first, final=final)
         if self.asked.known and final:
             for ready in await self._system.ready(self.clips[slot].frames, slot=slot):
                 message.units[ready.unit].key = ready.entry.key
                 self._ready[slot, ready.unit] = ready
         return message
 
-    def _units_of(self, slot: int, offsets: Sequence[float], *, first: bool = False, final: bool) -> dpb.DecodeSized:
-        units = [
-            pb.Unit(
-                index=number,
-                grid=pb.Grid(t=1, h=SIDE, w=SIDE),
-                tokens=SIDE * SIDE // 4 + 1,
-                frames=[pb.UnitFrame(file_index=number, frame_offset=to_duration(offset))],
-            )
-            for number, offset in enumerate(offsets)
-        ]
+    def _layout(self, frame: digits.Rgb) -> UnitLayout:
+        return self._system.model.processor.unit_layout(grid_of(frame))
+
+    def _units_of(self, slot: int, clip: Clip, *, first: bool = False, final: bool) -> dpb.DecodeSized:
+        (h, w), tokens = clip.grid, self._layout(clip.frames[0]).vision_tokens
+        units = [pb.Unit(index=unit, grid=pb.Grid(t=1, h=h, w=w), tokens=tokens) for unit in range(len(clip.units))]
+        for number, offset in enumerate(clip.offsets):
+            units[number // clip.span].frames.add(file_index=number, frame_offset=to_duration(offset))
         return dpb.DecodeSized(slot=slot, revision=1 if first else 2, final=final, units=units)
 
     async def _hand_over(self, slot: int, unit: int) -> None:
@@ -418,6 +454,7 @@ async def play(scene: Scene) -> None:
         counts["preempted"] += scheduler.preempted > 0
         counts["asked again"] += any(asking.caller.missing for asking in askings)
         counts["examples"] += 1
+        counts[f"of {scene.model}"] += 1
         assert not stuck, f"{[i for i, run in enumerate(runs) if run in stuck]} are stuck"
         for i, (asking, result) in enumerate(zip(askings, results, strict=True)):
             _check(asking, result, left=i in left, judge=oracle_of(system))
@@ -484,18 +521,22 @@ SETTINGS = hypothesis.settings(
 
 
 def examine(
-    runs: int, *, seed: int | None = None, phases: Collection[hypothesis.Phase] = tuple(hypothesis.Phase)
+    runs: int,
+    *,
+    seed: int | None = None,
+    phases: Collection[hypothesis.Phase] = tuple(hypothesis.Phase),
+    models: Sequence[str] = MODELS,
 ) -> None:
     """Plays the examples of so many runs: those that the seed stands for, or any."""
     first = random.randrange(2**32) if seed is None else seed
     for number in range(runs):
-        _examine_run(first + number, phases)
+        _examine_run(first + number, phases, models)
 
 
-def _examine_run(seed: int, phases: Collection[hypothesis.Phase]) -> None:
+def _examine_run(seed: int, phases: Collection[hypothesis.Phase], models: Sequence[str]) -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(SETTINGS, phases=phases)
-    @given(scenes())
+    @given(scenes(models))
     def any_scene(scene: Scene) -> None:
         asyncio.run(play(scene))
 
@@ -505,11 +546,13 @@ def _examine_run(seed: int, phases: Collection[hypothesis.Phase]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.timelines", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    ends = time.monotonic() + 60 * parser.parse_args().minutes
+    parser.add_argument("--model", choices=sorted(set(MODELS)), help="of every example; by default any")
+    told = parser.parse_args()
+    ends = time.monotonic() + 60 * told.minutes
     while time.monotonic() < ends:
         minute = time.monotonic() + 60
         while time.monotonic() < min(minute, ends):
-            examine(1)
+            examine(1, models=[told.model] if told.model else MODELS)
         sys.stdout.write(f"{dict(counts)}\n")
         sys.stdout.flush()
 
