@@ -62,16 +62,17 @@ def lay(model: Model, turns: Sequence[tuple[str, Sequence[str | Medium]]], seque
     """Lays a conversation on an empty sequence of the model."""
     media: list[Medium] = []
     spoken = []
+    prompt = model.prompt()
     for role, parts in turns:
         put: list[str | Slot] = []
         for part in parts:
             if isinstance(part, str):
                 put.append(part)
             else:
+                put += [opening] if (opening := prompt.opening(part.kind)) else []
                 put.append(Slot(len(media)))
                 media.append(part)
         spoken.append(Turn(role, tuple(put)))
-    prompt = model.prompt()
     sequence.extend(prompt.turns(spoken))
     facts = [_facts(medium) for medium in media]
     units = []
