@@ -415,7 +415,11 @@ async def test_pads_that_a_caller_wrote_for_units_of_two_frames_are_those_units(
         shown, wide = timelines.frames(0)[: len(seconds)], timelines.frames(2)[0]
         image = sized(1, slot=1)
         image.units[0].grid.w = 8
-        media = [sized(len(seconds), span=2), image, *await system.ready(shown), *await system.ready([wide], slot=1)]
+        sizes: list[Message] = [sized(len(seconds), span=2), image]
+
+        async def told(opened: dpb.DecodeOpen) -> Told:
+            ready = [*await system.ready(shown), *await system.ready([wide], slot=1)]
+            return await system.told(opened, *sizes, *ready, CLOSE)
 
         def written(pads: int) -> list[int]:
             ids = prompt.text("See <")
@@ -424,12 +428,11 @@ async def test_pads_that_a_caller_wrote_for_units_of_two_frames_are_those_units(
             start, end = config.vision_start_token_id, config.vision_end_token_id
             return [*ids, *prompt.text(" and "), start, *[config.image_token_id] * 8, end, *prompt.text(" now.")]
 
-        by_slot = await system.told(plain(system, "See ", 0, " and ", 1, " now.", kinds=(VIDEO, IMAGE)), *media, CLOSE)
-        media[2:] = [*await system.ready(shown), *await system.ready([wide], slot=1)]
-        by_pads = await system.told(plain(system, written(4), kinds=(VIDEO, IMAGE)), *media, CLOSE)
+        by_slot = await told(plain(system, "See ", 0, " and ", 1, " now.", kinds=(VIDEO, IMAGE)))
+        by_pads = await told(plain(system, written(4), kinds=(VIDEO, IMAGE)))
         assert by_pads.ids == by_slot.ids and len(by_pads.ids) == 8
         assert by_pads.started is not None and by_slot.started is not None
         assert by_pads.started.prompt_digest == by_slot.started.prompt_digest
-        error = await refusal(system, plain(system, written(5), kinds=(VIDEO, IMAGE)), *media[:2])
+        error = await refusal(system, plain(system, written(5), kinds=(VIDEO, IMAGE)), *sizes)
         assert (error.reason, error.item) == ("PLACEHOLDER_MISMATCH", "slot 0")
         assert error.facts == {"placeholders": 5, "tokens": 4}
