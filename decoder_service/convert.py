@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from chiasm.chat_template import Piece, Slot, Turn
 from chiasm.errors import InvalidRequest, Unsupported
-from chiasm.models.family import Grid, Prompt, WrittenMedium
+from chiasm.media.sample import SamplingOptions
+from chiasm.models.family import Grid, MediumFacts, Prompt, WrittenMedium
 from chiasm.rpc.limits import TEXT_BYTES
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
@@ -239,6 +240,17 @@ def sized_slot(
                 facts={"placeholders": pads, "tokens": tokens},
             )
     return replace(slot, pieces=PackedPieces(pieces))
+
+
+def facts_of(sized: dpb.DecodeSized, kind: pb.MediaKind.ValueType) -> Callable[[int], MediumFacts] | None:
+    """What a medium is to the family's rule of sizes, of so many frames. None where its own size is not told."""
+    height, width = sized.source_size.height, sized.source_size.width
+    if not height or not width:
+        return None
+    if kind != pb.MEDIA_KIND_VIDEO:
+        return lambda _: MediumFacts("image", height, width, 1, 0.0, SamplingOptions())
+    as_they_are = SamplingOptions(every_frame=True)
+    return lambda frames: MediumFacts("video", height, width, frames, 0.0, as_they_are)
 
 
 def _grids(units: Iterable[pb.Unit]) -> list[Grid]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
 from chiasm.errors import InvalidRequest, Unsupported
+from chiasm.models.family import MediumFacts
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import unit_name
@@ -58,6 +59,7 @@ class Decoding:
         self._asked = self._options.max_tokens if self._pooling is None else 0
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
+        self._facts: dict[int, Callable[[int], MediumFacts]] = {}  # of slots whose own size was told
         self._inbox: Inbox = deque()
         self._arrived = Bell()
         self._entries = Entries(model, root=opened.tenant_root, item_of=self._items.get)
@@ -267,6 +269,8 @@ class Decoding:
             unit_layout = self._model.engine.processor.unit_layout
             slot = convert.sized_slot(sized, self._kinds[sized.slot], self._model.prompt, unit_layout, written)
             self._sequence.size(sized.slot, slot)
+            if facts := convert.facts_of(sized, self._kinds[sized.slot]):
+                self._facts[sized.slot] = facts
         except InvalidRequest as error:
             raise error.at(self._items[sized.slot]) from None
         except ValueError as error:
@@ -336,8 +340,10 @@ class Decoding:
             sized = self._sequence.sized(slot.slot)
             assert sized is not None, "it is asked once every slot is sized"
             thinned = slot.kind == pb.MEDIA_KIND_VIDEO and slot.slot not in self._prompt.written
-            media[slot.slot] = Medium(sized, partial(self._model.prompt.medium, "video") if thinned else None)
-        return PromptParts(self._prompt.pieces, media, self._model.engine.processor.unit_layout)
+            framed = partial(self._model.prompt.medium, "video") if thinned else None
+            media[slot.slot] = Medium(sized, framed, self._facts.get(slot.slot))
+        processor = self._model.engine.processor
+        return PromptParts(self._prompt.pieces, media, processor.unit_layout, processor.size)
 
 
 def _admitted(

@@ -5,14 +5,14 @@ All of it is counting, from how the family lays text and units: nothing is laid 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from chiasm.chat_template import Piece, Slot
 from chiasm.errors import Fact, InvalidRequest
 from chiasm.media.sample import spread
-from chiasm.models.family import Grid
+from chiasm.models.family import Grid, MediumFacts, MediumPlan
 from chiasm.timeline import UnitLayout
 from decoder_service.laid import SizedSlot
 
@@ -68,10 +68,22 @@ class Medium:
     Attributes:
         framed: the family's pieces for units at those seconds (`Prompt.medium`), where frames may be left out; None
             where they may not.
+        facts: what it is, of so many frames; None where that is not known.
     """
 
     sized: SizedSlot
     framed: Callable[[Sequence[float]], Sequence[Sequence[int] | int]] | None
+    facts: Callable[[int], MediumFacts] | None = None
+
+    def thinned(self, most: int) -> SizedSlot:
+        """With `most` frames at most, the others left out evenly, each as large as it was sized."""
+        frames = len(self.sized.offsets)
+        if self.framed is None or frames <= most:
+            return self.sized
+        offsets = [self.sized.offsets[i] for i in spread(frames, most)]
+        kept = spread(len(self.sized.grids), -(-most // self.sized.span))
+        made = replace(self.sized, grids=[self.sized.grids[i] for i in kept], offsets=offsets)
+        return replace(made, pieces=self.framed([made.time_of(unit) for unit in range(len(kept))]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,48 +94,62 @@ class PromptParts:
         pieces: token ids, and slots.
         media: by slot.
         unit_layout: how the family lays a unit of a grid.
+        size: how it sizes all media of a request (`Processor.size`); None where frames stay as large as they are.
     """
 
     pieces: Sequence[Piece]
     media: dict[int, Medium]
     unit_layout: Callable[[Grid], UnitLayout]
+    size: Callable[[Sequence[MediumFacts]], Sequence[MediumPlan]] | None = None
 
     def needs(self, *, most: int | None = None) -> Needs:
-        """Of the whole prompt, with `most` frames of each video at most, the others left out evenly."""
+        """Of the whole prompt, with `most` frames of each video at most, the others left out evenly and those that stay
+        as large as the family then makes them."""
         total = self.of_text()
+        thinned = {} if most is None else self._thinned(most)
         for piece in self.pieces:
             if isinstance(piece, Slot):
-                total = total.plus(self.of_medium(piece.index, most=most))
+                total = total.plus(self._of(thinned.get(piece.index) or self.media[piece.index].sized))
         return total
+
+    def _thinned(self, most: int) -> dict[int, SizedSlot]:
+        """The media, by slot, with `most` frames of each video at most."""
+        thinned = {slot: medium.thinned(most) for slot, medium in self.media.items()}
+        known = {slot: medium.facts for slot, medium in self.media.items() if medium.facts is not None}
+        if self.size is None or len(known) < len(thinned):
+            return thinned
+        try:
+            plans = self.size([facts(len(thinned[slot].offsets)) for slot, facts in known.items()])
+        except InvalidRequest:  # it was sized by other options than these
+            return thinned
+        for slot, plan in zip(known, plans, strict=True):
+            if len(thinned[slot].offsets) < len(self.media[slot].sized.offsets):
+                thinned[slot] = replace(thinned[slot], grids=[plan.grid] * len(thinned[slot].grids))
+        return thinned
 
     def of_text(self) -> Needs:
         """Of what belongs to no medium."""
         rows = sum(len(piece) for piece in self.pieces if not isinstance(piece, Slot))
         return Needs(rows, rows)
 
-    def of_medium(self, slot: int, *, most: int | None = None) -> Needs:
-        medium = self.media[slot]
-        grids = medium.sized.grids
-        pieces: Iterable[Sequence[int] | int] = medium.sized.pieces
-        if most is not None and medium.framed is not None and len(grids) > (units := -(-most // medium.sized.span)):
-            kept = spread(len(grids), units)
-            grids = [grids[i] for i in kept]
-            pieces = medium.framed([medium.sized.time_of(i) for i in kept])
+    def of_medium(self, slot: int) -> Needs:
+        return self._of(self.media[slot].sized)
+
+    def _of(self, sized: SizedSlot) -> Needs:
         total = Needs()
-        for piece in pieces:
+        for piece in sized.pieces:
             if isinstance(piece, int):
-                layout = self.unit_layout(grids[piece])
+                layout = self.unit_layout(sized.grids[piece])
                 total = total.plus(Needs(len(layout.placeholder_ids), layout.advance, layout.vision_tokens))
             else:
                 total = total.plus(Needs(len(piece), len(piece)))
         return total
 
     def fits_with(self, limits: Limits, asked: int | None) -> str:
-        """The one option that would make it fit, with the largest value that does: `max_tokens=N` where a shorter
-        answer is enough, else `max_frames=N` on every video. Empty when neither is enough, or when it fits.
+        """The one option that would make it fit: `max_tokens=N` where a shorter answer is enough, else `max_frames=N`
+        on every video. Empty when neither is enough, or when it fits.
 
-        Frames are taken as large as they were sized. Where a pixel budget made them smaller, fewer of them may be
-        larger.
+        N is the largest that does; of frames that a pixel budget makes larger when they are fewer, one that does.
         """
         if limits.left(self.needs()) >= least(asked):
             return ""

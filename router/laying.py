@@ -46,9 +46,10 @@ def sized_at(medium: Encoding, *, final: bool = False) -> dpb.DecodeRequest:
     """Tells a decoder which units a medium becomes; as final if they are, or if nothing will come of them anyway."""
     sized = medium.sized
     assert sized is not None, "a medium is told about when it is sized"
-    return dpb.DecodeRequest(
-        sized=dpb.DecodeSized(slot=medium.slot, revision=sized.revision, final=sized.final or final, units=sized.units)
-    )
+    told = dpb.DecodeSized(slot=medium.slot, revision=sized.revision, final=sized.final or final, units=sized.units)
+    if medium.probe is not None:
+        told.source_size.CopyFrom(medium.probe.size)
+    return dpb.DecodeRequest(sized=told)
 
 
 def ready_at(medium: Encoding, ready: epb.EncodeReady) -> dpb.DecodeRequest:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from chiasm.chat_template import Slot
 from chiasm.errors import InvalidRequest, StatusError, Unsupported
@@ -18,6 +19,7 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service import convert
 from tests import digits
 from tests.decoder_service.halves import CLOSE, Halves, Message, Told, halves, sized
+from tests.fuzz import timelines
 
 
 def frames(count: int, *, seed: int = 3) -> list[Rgb]:
@@ -26,11 +28,12 @@ def frames(count: int, *, seed: int = 3) -> list[Rgb]:
 
 
 async def refusal(system: Halves, opened: dpb.DecodeOpen, *messages: Message) -> StatusError:
+    before = system.decoder.scheduler.counts.steps
     with pytest.raises(StatusError) as caught:
         async with asyncio.timeout(30):
             await system.told(opened, *messages)
     assert not isinstance(caught.value, TimeoutError)
-    assert system.decoder.scheduler.counts.steps == 0, "it is refused before anything is computed"
+    assert system.decoder.scheduler.counts.steps == before, "it is refused before anything is computed"
     return caught.value
 
 
@@ -400,3 +403,36 @@ async def test_b133_pads_of_media_are_never_drawn() -> None:
         opened.sampling.ignore_eos = True
         opened.sampling.temperature = 100
         assert (await system.told(opened, CLOSE)).ids == [5, 5, 5, 5]
+
+
+# -- units that lie over placeholders ----------------------------------------------------------------------------------
+
+
+async def test_pads_that_a_caller_wrote_for_units_of_two_frames_are_those_units() -> None:
+    """A video of five frames, and a picture twice as wide as high."""
+    async with halves(timelines.oracle("qwen3_vl"), dtype=torch.float64) as system:
+        prompt, config, seconds = system.decoder.prompt, system.model.config, [0.0, 1.0, 2.0, 3.0, 4.0]
+        shown, wide = timelines.frames(0)[: len(seconds)], timelines.frames(2)[0]
+        image = sized(1, slot=1)
+        image.units[0].grid.w = 8
+        sizes: list[Message] = [sized(len(seconds), span=2), image]
+
+        async def told(opened: dpb.DecodeOpen) -> Told:
+            ready = [*await system.ready(shown), *await system.ready([wide], slot=1)]
+            return await system.told(opened, *sizes, *ready, CLOSE)
+
+        def written(pads: int) -> list[int]:
+            ids = prompt.text("See <")
+            for piece in prompt.medium("video", [0.5, 2.5, 4.0]):
+                ids += piece if isinstance(piece, list) else [config.video_token_id] * pads
+            start, end = config.vision_start_token_id, config.vision_end_token_id
+            return [*ids, *prompt.text(" and "), start, *[config.image_token_id] * 8, end, *prompt.text(" now.")]
+
+        by_slot = await told(plain(system, "See ", 0, " and ", 1, " now.", kinds=(VIDEO, IMAGE)))
+        by_pads = await told(plain(system, written(4), kinds=(VIDEO, IMAGE)))
+        assert by_pads.ids == by_slot.ids and len(by_pads.ids) == 8
+        assert by_pads.started is not None and by_slot.started is not None
+        assert by_pads.started.prompt_digest == by_slot.started.prompt_digest
+        error = await refusal(system, plain(system, written(5), kinds=(VIDEO, IMAGE)), *sizes)
+        assert (error.reason, error.item) == ("PLACEHOLDER_MISMATCH", "slot 0")
+        assert error.facts == {"placeholders": 5, "tokens": 4}

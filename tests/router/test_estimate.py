@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
 from chiasm.cache.form import Form
 from chiasm.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from chiasm.local import LocalService
+from chiasm.local import LocalService, LocalSettings
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from router.estimate import Estimating
 from router.media import Inline
-from tests import digits
+from tests import checkpoints_qwen3_vl, digits
 from tests.asking import ask, image, question, running, video
 from tests.e2e.test_requests import picture, settled
+from tests.media import make
 from tests.router.scripted import Meddle, MeddledFleet, untouched
 from tests.router.test_coordinator import dies_before
 
@@ -123,3 +127,19 @@ async def test_another_decoder_is_asked_for_an_estimate_when_one_is_full() -> No
         told = await estimated(service, question("Hello."), decoder=full_at_first)
         assert told.prompt_tokens > 0
         await settled(service)
+
+
+@pytest.mark.parametrize("side", [64, 320, 480])
+async def test_the_frames_with_which_it_would_fit_are_as_large_as_fewer_frames_are(side: int, tmp_path: Path) -> None:
+    """A video's frames share its pixels: of fewer each is larger, and two of them are a unit."""
+    folder = checkpoints_qwen3_vl.write(tmp_path / "pairs", text={"max_position_embeddings": 2048})
+    clip = make.video([make.flat(side, side, (3 * number,) * 3) for number in range(64)])
+    request = question("1 " * (900 if side == 64 else 150), video(clip, fps=25.0), model="pairs")
+    async with running(str(folder), LocalSettings(dtype=torch.float32)) as service:
+        told = await service.router.estimate(estimate_of(request))
+        assert told.room == 0
+        name, _, most = told.fits_with.partition("=")
+        assert name == "max_frames" and 0 < int(most) < 64
+        for count, fits in ((int(most), True), (int(most) + 1, False)):
+            request.media[0].sampling.max_frames = count
+            assert ((await service.router.estimate(estimate_of(request))).room > 0) is fits

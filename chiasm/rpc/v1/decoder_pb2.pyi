@@ -327,6 +327,7 @@ class DecodeSized(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     UNITS_FIELD_NUMBER: _builtins.int
+    SOURCE_SIZE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Names the slot."""
     revision: _builtins.int
@@ -337,6 +338,12 @@ class DecodeSized(_message.Message):
     def units(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Unit]:
         """Holds the units in order."""
 
+    @_builtins.property
+    def source_size(self) -> _common_pb2.Size:
+        """Holds height and width of the medium as shown, before it is resized. With it a refusal knows how large fewer frames
+        would be.
+        """
+
     def __init__(
         self,
         *,
@@ -344,10 +351,11 @@ class DecodeSized(_message.Message):
         revision: _builtins.int = ...,
         final: _builtins.bool = ...,
         units: _abc.Iterable[_common_pb2.Unit] | None = ...,
+        source_size: _common_pb2.Size | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source_size", b"source_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "revision", b"revision", "slot", b"slot", "units", b"units"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "revision", b"revision", "slot", b"slot", "source_size", b"source_size", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
