@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthChe
 
 def layout(grid: Grid) -> UnitLayout:
     """A unit of `grid[0]` placeholders and `grid[1]` vision tokens."""
-    steps = tuple((0, i, 0) for i in range(grid[0]))
+    steps = np.array([(0, i, 0) for i in range(grid[0])], dtype=np.int32).T
     return UnitLayout(tuple([90] * grid[0]), steps, advance=grid[0], vision_tokens=grid[1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -358,11 +359,20 @@ def test_a_higher_rate_never_takes_fewer_frames(total: int, source: float, one: 
 def test_a_unit_has_a_placeholder_for_each_of_its_tokens_where_its_keys_are(grid: tuple[int, int]) -> None:
     layout, steps = processor().unit_layout(grid), processor().key_steps(grid)
     rows, columns = grid[0] // 2, grid[1] // 2
-    assert layout.placeholder_ids == (CONFIG.image_token_id,) * (rows * columns)
+    assert list(layout.placeholder_ids) == [CONFIG.image_token_id] * (rows * columns)
     assert layout.vision_tokens == rows * columns and layout.advance == max(rows, columns)
     assert steps.shape == (3, rows * columns) and steps.dtype == np.int64
-    assert [tuple(step) for step in steps.T.tolist()] == list(layout.placeholder_steps)
-    assert layout.placeholder_steps[-1] == (0, rows - 1, columns - 1)
+    assert steps.tolist() == layout.placeholder_steps.tolist()
+    assert steps[:, -1].tolist() == [0, rows - 1, columns - 1]
+
+
+def test_the_layout_of_the_largest_image_takes_sixteen_bytes_a_token() -> None:
+    tracemalloc.start()
+    layout = processor().unit_layout((254, 258))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert layout.vision_tokens == 127 * 129
+    assert taken < 17 * layout.vision_tokens
 
 
 def test_equal_grids_share_one_layout() -> None:
