@@ -366,6 +366,34 @@ def test_sixteen_questions_about_one_video_fit_where_its_units_fit_once() -> Non
     assert not world.holdings.admit(stranger.sequence, stranger.need)
 
 
+def test_features_that_lie_over_placeholders_are_there_once_wherever_they_are_laid() -> None:
+    holdings = Holdings(PageAllocator(20, PAGE), ExtentAllocator(4))
+
+    def asked(text: list[int], tenant: int = 0) -> DecodeSequence:
+        sequence = DecodeSequence(layout, Chain(TENANTS[tenant], PAGE), overlaid=True)
+        sequence.extend([text, Slot(0)])
+        sequence.size(0, SizedSlot([0, [7], 1], [(2, 2)] * 2, [0.0, 1.0], final=True))
+        for unit in (0, 1):
+            sequence.know(UnitName(0, unit), b"same" * 8)
+        return sequence
+
+    first, second, stranger = asked([1]), asked([1, 2, 3]), asked([1], tenant=1)
+    assert holdings.admit(first, Room(4, 4))
+    with holdings.filling(first, UnitName(0, 0), 2) as ((at, length),):
+        assert length == 2
+    assert holdings.hold_unit(first, UnitName(0, 1))
+    assert not holdings.admit(stranger, Room(4, 4))
+    assert holdings.admit(second, Room(4, 4)) and second.attached_tokens == 4
+    for sequence, text in ((first, 1), (second, 3)):
+        over = sequence.rows(len(sequence.timeline)).overlaid
+        assert over is not None and over.tolist() == [-1] * text + [at, at + 1, -1, at, at + 1]
+    assert holdings.held.visual == 2 and holdings.promised.visual == 0
+    for sequence in (first, second):
+        holdings.release(sequence)
+    assert holdings.held.visual == 0 and holdings.free.visual == 4
+    assert holdings.admit(stranger, Room(4, 4)) and not stranger.attached_tokens
+
+
 @pytest.mark.parametrize("promised", [Room(0, 5), Room(3, 0)])
 def test_what_is_only_kept_takes_room_like_anything_else(promised: Room) -> None:
     """It may be evicted for whoever was promised room before."""
