@@ -294,12 +294,13 @@ def test_a_request_says_how_many_frames_it_wants() -> None:
     assert len(frames_of(3, 30.0, min_frames=9)) == 3, "no frame is used twice"
 
 
-def test_more_frames_than_the_processor_samples_are_refused_with_both_numbers() -> None:
-    facts, _ = video(300, 30.0, SamplingOptions(max_frames=65))
+@pytest.mark.parametrize("field", ["min_frames", "max_frames"])
+def test_more_frames_than_the_processor_samples_are_refused_with_both_numbers(field: str) -> None:
+    facts, _ = video(300, 30.0, replace(SamplingOptions(), **{field: 65}))
     with pytest.raises(InvalidRequest) as caught:
         sized(still(64, 64), facts)
     assert (caught.value.reason, caught.value.item) == ("FIELD_OUT_OF_RANGE", "media[1]")
-    assert caught.value.facts == {"field": "max_frames", "got": 65, "limit": 64}
+    assert caught.value.facts == {"field": field, "got": 65, "limit": 64}
 
 
 def test_a_range_is_sampled_like_a_file_of_its_own() -> None:

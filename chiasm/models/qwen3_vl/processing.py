@@ -144,12 +144,13 @@ class Qwen3VLProcessor:
         o, b = facts.options, self.budgets
         if o.explicit:
             return facts.frames
-        if o.max_frames is not None and o.max_frames > b.max_frames:
-            raise InvalidRequest(
-                "FIELD_OUT_OF_RANGE",
-                f"max_frames is {o.max_frames}, must be 1 to {b.max_frames}",
-                facts={"field": "max_frames", "got": o.max_frames, "limit": b.max_frames},
-            )
+        for field, asked in (("min_frames", o.min_frames), ("max_frames", o.max_frames)):
+            if asked is not None and asked > b.max_frames:
+                raise InvalidRequest(
+                    "FIELD_OUT_OF_RANGE",
+                    f"{field} is {asked}, must be 1 to {b.max_frames}",
+                    facts={"field": field, "got": asked, "limit": b.max_frames},
+                )
         wanted = math.floor(facts.seconds * (b.fps if o.fps is None else o.fps) + 1e-6)
         least = b.min_frames if o.min_frames is None else o.min_frames
         most = b.max_frames if o.max_frames is None else o.max_frames
