@@ -33,20 +33,21 @@ def unit_name(slot: int, unit: int) -> UnitName:
     return UnitName(slot, unit)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class UnitLayout:
-    """How one unit sits on a timeline whose counter stands at c.
+    """How one unit sits on a timeline whose counter stands at c. Columns, as every timeline keeps one for each of its
+    units and a unit may have thousands of placeholders.
 
     Attributes:
         placeholder_ids: token ids that stand for the unit in the text. The last of them completes it: from there on the
             unit is visible.
-        placeholder_steps: per placeholder its position minus c, on the axes (time, height, width).
+        placeholder_steps: (3, placeholders) their positions minus c, on the axes time, height, width.
         advance: how far the counter moves past the unit.
         vision_tokens: keys and values the unit brings to a cross-attention layer, separator included.
     """
 
-    placeholder_ids: tuple[int, ...]
-    placeholder_steps: tuple[tuple[int, int, int], ...]
+    placeholder_ids: Sequence[int]
+    placeholder_steps: npt.NDArray[np.int32]
     advance: int
     vision_tokens: int
 
@@ -258,8 +259,9 @@ class Timeline:
                 made[:, rows] = np.arange(part.start + part.shift, part.stop + part.shift)
             else:
                 units, at = self._units, self._units.indices[part.unit]
-                steps = units.layouts[part.unit].placeholder_steps[part.start - at : part.stop - at]
-                made[:, rows] = units.starts[part.unit] + np.array(steps, dtype=np.int64).T
+                steps = units.layouts[part.unit].placeholder_steps[:, part.start - at : part.stop - at]
+                made[:, rows] = steps
+                made[:, rows] += units.starts[part.unit]
         return made
 
     def ordinary(self, row: int) -> tuple[int, int] | None:

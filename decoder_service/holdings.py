@@ -156,11 +156,11 @@ class Holdings:
     def hold_unit(self, sequence: DecodeSequence, name: UnitName) -> bool:
         """Gives a sequence a unit that is here at its place. False if it is not."""
         with self._lock:
-            place = sequence.place_of(name)
+            laid, place = sequence.timeline.find(name), sequence.place_of(name)
             lent = None if place is None else self._units.find(place)
-            if place is None or lent is None:
+            if laid is None or lent is None:
                 return False
-            sequence.attach(name, Extent(lent.value, place.start, self._units.hold(lent)))
+            sequence.attach(name, Extent(lent.value, laid.start, self._units.hold(lent)))
             self._settle(sequence)
             return True
 

@@ -46,12 +46,13 @@ class Drop(NamedTuple):
 
 
 class UnitPlace(NamedTuple):
-    """What keys and values in the cross pool depend on: whose they are (`Chain.domain`), which entry they were made
-    from, and the position they are rotated for. The key says the grid, and so how many there are."""
+    """What a unit in its pool depends on: whose it is (`Chain.domain`), which entry it was made from, and the position
+    its keys are rotated for; None where it lies over its placeholders, wherever these are. The key says the grid, and
+    so how many tokens there are."""
 
     domain: bytes
     key: EntryKey
-    start: int
+    start: int | None
 
 
 class Extent(NamedTuple):
@@ -59,7 +60,7 @@ class Extent(NamedTuple):
 
     Attributes:
         runs: of slots, in the order of its tokens.
-        start: the position its keys are rotated for.
+        start: the position at which it is laid, which its keys are rotated for.
         lent: how others find it; None where nobody can.
     """
 

@@ -176,7 +176,9 @@ class DecodeSequence:
     def place_of(self, name: UnitName) -> UnitPlace | None:
         """Where others would find a laid unit. None while its entry is not known, or if nothing is shared."""
         laid, key, domain = self.timeline.find(name), self._keys.get(name), self._chain.domain
-        return None if laid is None or key is None or domain is None else UnitPlace(domain, key, laid.start)
+        if laid is None or key is None or domain is None:
+            return None
+        return UnitPlace(domain, key, None if self._overlaid else laid.start)
 
     def known_units(self) -> list[UnitName]:
         """Units whose entries are known."""

@@ -22,13 +22,13 @@ PAD = 900
 def frame(height: int, width: int) -> UnitLayout:
     """A frame as MOSS-VL lays it: one pad beyond its positions."""
     m = max(height, width)
-    return UnitLayout((PAD,), ((m, m, m),), m + 1, height * width + 1)
+    return UnitLayout((PAD,), np.full((3, 1), m, dtype=np.int32), m + 1, height * width + 1)
 
 
 def grid(height: int, width: int) -> UnitLayout:
     """A unit with a placeholder per token, each at its own place, as families lay it whose text holds vision tokens."""
-    steps = tuple((0, y, x) for y in range(height) for x in range(width))
-    return UnitLayout((PAD,) * len(steps), steps, max(height, width), height * width)
+    steps = np.array([(0, y, x) for y in range(height) for x in range(width)], dtype=np.int32).T
+    return UnitLayout((PAD,) * (height * width), steps, max(height, width), height * width)
 
 
 sides = st.integers(1, 4)
@@ -59,7 +59,7 @@ class Naive:
                 self.rows.append((token, (self.counter,) * 3, len(self.sizes), self.dropped))
                 self.counter += 1
         elif isinstance(event, UnitLayout):
-            steps = [tuple(self.counter + s for s in step) for step in event.placeholder_steps]
+            steps = [tuple(self.counter + s for s in step) for step in event.placeholder_steps.T.tolist()]
             for number, (t, h, w) in enumerate(steps):
                 complete = number == len(steps) - 1
                 self.rows.append((PAD, (t, h, w), len(self.sizes) + complete, self.dropped))

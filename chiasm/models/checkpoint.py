@@ -136,8 +136,11 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type the checkpoint says it is stored in (`dtype`, or `torch_dtype` in older files)."""
-        name = self.config.get("dtype") or self.config.get("torch_dtype")
+        """The type the checkpoint says it is stored in: `dtype`, or `torch_dtype` in older files. Where the whole says
+        nothing, `text_config` does: so it is in Qwen3-VL as released."""
+        text = self.config.get("text_config")
+        places = (self.config, text if isinstance(text, dict) else {})
+        name = next((said for place in places if (said := place.get("dtype") or place.get("torch_dtype"))), None)
         if not isinstance(name, str) or name not in _TYPES:
             raise CheckpointError(self.where, [f"dtype is {shown(name)}, must be one of {', '.join(_TYPES)}"])
         return _TYPES[name]
@@ -165,18 +168,22 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """The checkpoint's own template: `chat_template.jinja`, or inside tokenizer_config.json."""
+        """The checkpoint's own template: `chat_template.jinja`, or inside chat_template.json, where older processors
+        wrote it, or inside tokenizer_config.json: the first that is there, as `transformers` has it."""
         path = self.directory / "chat_template.jinja"
         if path.exists():
             try:
                 return path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(self.where, [f"{path.name} cannot be read ({type(error).__name__})"]) from None
-        path = self.directory / "tokenizer_config.json"
-        template = read_json(path).get("chat_template") if path.exists() else None
-        if template is not None and not isinstance(template, str):
-            raise CheckpointError(self.where, ["chat_template in tokenizer_config.json is no single template"])
-        return template
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            path = self.directory / name
+            template = read_json(path).get("chat_template") if path.exists() else None
+            if isinstance(template, str):
+                return template
+            if template is not None:
+                raise CheckpointError(self.where, [f"chat_template in {name} is no single template"])
+        return None
 
     @property
     def fingerprint_known(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthChe
 
 def layout(grid: Grid) -> UnitLayout:
     """A unit of `grid[0]` placeholders and `grid[1]` vision tokens."""
-    steps = tuple((0, i, 0) for i in range(grid[0]))
+    steps = np.array([(0, i, 0) for i in range(grid[0])], dtype=np.int32).T
     return UnitLayout(tuple([90] * grid[0]), steps, advance=grid[0], vision_tokens=grid[1])
 
 
@@ -363,6 +364,34 @@ def test_sixteen_questions_about_one_video_fit_where_its_units_fit_once() -> Non
         assert world.holdings.held.visual == 9, number
     stranger = world.ask(1, TEXT, UNITS, room=3)
     assert not world.holdings.admit(stranger.sequence, stranger.need)
+
+
+def test_features_that_lie_over_placeholders_are_there_once_wherever_they_are_laid() -> None:
+    holdings = Holdings(PageAllocator(20, PAGE), ExtentAllocator(4))
+
+    def asked(text: list[int], tenant: int = 0) -> DecodeSequence:
+        sequence = DecodeSequence(layout, Chain(TENANTS[tenant], PAGE), overlaid=True)
+        sequence.extend([text, Slot(0)])
+        sequence.size(0, SizedSlot([0, [7], 1], [(2, 2)] * 2, [0.0, 1.0], final=True))
+        for unit in (0, 1):
+            sequence.know(UnitName(0, unit), b"same" * 8)
+        return sequence
+
+    first, second, stranger = asked([1]), asked([1, 2, 3]), asked([1], tenant=1)
+    assert holdings.admit(first, Room(4, 4))
+    with holdings.filling(first, UnitName(0, 0), 2) as ((at, length),):
+        assert length == 2
+    assert holdings.hold_unit(first, UnitName(0, 1))
+    assert not holdings.admit(stranger, Room(4, 4))
+    assert holdings.admit(second, Room(4, 4)) and second.attached_tokens == 4
+    for sequence, text in ((first, 1), (second, 3)):
+        over = sequence.rows(len(sequence.timeline)).overlaid
+        assert over is not None and over.tolist() == [-1] * text + [at, at + 1, -1, at, at + 1]
+    assert holdings.held.visual == 2 and holdings.promised.visual == 0
+    for sequence in (first, second):
+        holdings.release(sequence)
+    assert holdings.held.visual == 0 and holdings.free.visual == 4
+    assert holdings.admit(stranger, Room(4, 4)) and not stranger.attached_tokens
 
 
 @pytest.mark.parametrize("promised", [Room(0, 5), Room(3, 0)])

@@ -1,22 +1,30 @@
-"""Two models of two families under one router: sixteen requests of each at once, each answered by its own."""
+"""Two models of two families under one router: sixteen requests of each at once, each answered by its own.
+
+The workers of one of them have a folder each that holds their half and nothing else, in the names of older checkpoints.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from chiasm import AsyncClient, Frames, Image, SamplingParams, Video
 from chiasm.cache.region import Region
 from chiasm.client import Content
+from chiasm.models.checkpoint import split
 from chiasm.models.registry import SHIPPED, Model
+from chiasm.models.weights import HalfName
 from decoder_service.sequence import DecodeSequence
 from tests import digits
+from tests.checkpoints_qwen3_vl import older, split_qkv, write
 from tests.e2e.test_digits import drawn
 from tests.oracles.qwen3_vl.compare import TOKENS, checkpoint
 from tests.oracles.qwen3_vl.undivided import Medium, Undivided, lay
@@ -24,6 +32,7 @@ from tests.processes import Role, secret
 
 AT_ONCE = 16
 SEED = 4
+HALVES: Sequence[HalfName] = get_args(HalfName)
 
 
 class Served(NamedTuple):
@@ -49,8 +58,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         stack.callback(region.close)
         places: dict[str, list[str]] = {"encoder": [], "decoder": []}
         workers = []
-        for model in (SHIPPED / "digits", other):
+        for folders in (dict.fromkeys(places, SHIPPED / "digits"), _halves(folder, other)):
             for role, known in places.items():
+                model = folders[role]
                 known.append(f"unix:{folder}/{role}-{model.name}.sock")
                 told = ["--model", str(model), "--arena", str(region.path), "--workers-secret-file", str(workers_key)]
                 extra = ["--dtype", "float32", "--listen", known[-1]]
@@ -65,6 +75,18 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for one in (*workers, router):
             one.wait_for("ready", seconds=180)
         yield Served(router, workers, other)
+
+
+def _halves(folder: Path, whole: Path) -> dict[str, Path]:
+    """Folders of the same name with the encoder's and the decoder's weights of a checkpoint."""
+    stored = older(split_qkv(load_file(whole / "model.safetensors")))
+    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+    model = Model(write(folder / "older" / whole.name, config, made=stored))
+    folders = {}
+    for half in HALVES:
+        folders[half] = folder / half / whole.name
+        split(model.checkpoint, model.weights.names(half), folders[half])
+    return dict(folders)
 
 
 @pytest.mark.timeout(300)

@@ -120,6 +120,17 @@ def test_a_type_is_read_under_either_key(tmp_path: Path) -> None:
         assert Checkpoint(folder).dtype == torch.bfloat16
 
 
+def test_a_type_is_that_of_the_text_where_the_whole_names_none(tmp_path: Path) -> None:
+    folder = write(tmp_path / "tiny")
+    inner = {"text_config": {"dtype": "bfloat16"}}
+    for whole, expected in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
+        (folder / "config.json").write_text(json.dumps(whole | inner), encoding="utf-8")
+        assert Checkpoint(folder).dtype == expected
+    (folder / "config.json").write_text(json.dumps({"text_config": ["bfloat16"]}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="dtype is None"):
+        _ = Checkpoint(folder).dtype
+
+
 @pytest.mark.parametrize("named", [None, "Moss", [], [3], [["a"]], [{}], ["a", "b"], {"a": 1}])
 def test_an_architecture_is_one_name(named: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": named}), encoding="utf-8")
@@ -174,6 +185,16 @@ def test_processor_settings_are_found_in_the_file_of_every_release_the_newest_fi
     whole.write_text(json.dumps({"image_processor": [1]}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"image_processor in processor_config\.json is \[1\], no object"):
         assert checkpoint.processor_files
+
+
+def test_a_template_is_read_where_any_release_of_transformers_wrote_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert Checkpoint(tmp_path).chat_template is None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        (tmp_path / name).write_text(json.dumps({"chat_template": name}), encoding="utf-8")
+        assert Checkpoint(tmp_path).chat_template == name
+    (tmp_path / "chat_template.jinja").write_text("plain", encoding="utf-8")
+    assert Checkpoint(tmp_path).chat_template == "plain"
 
 
 def test_a_template_that_cannot_be_read_is_told(tmp_path: Path) -> None:

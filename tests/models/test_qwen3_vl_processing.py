@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -293,12 +294,13 @@ def test_a_request_says_how_many_frames_it_wants() -> None:
     assert len(frames_of(3, 30.0, min_frames=9)) == 3, "no frame is used twice"
 
 
-def test_more_frames_than_the_processor_samples_are_refused_with_both_numbers() -> None:
-    facts, _ = video(300, 30.0, SamplingOptions(max_frames=65))
+@pytest.mark.parametrize("field", ["min_frames", "max_frames"])
+def test_more_frames_than_the_processor_samples_are_refused_with_both_numbers(field: str) -> None:
+    facts, _ = video(300, 30.0, replace(SamplingOptions(), **{field: 65}))
     with pytest.raises(InvalidRequest) as caught:
         sized(still(64, 64), facts)
     assert (caught.value.reason, caught.value.item) == ("FIELD_OUT_OF_RANGE", "media[1]")
-    assert caught.value.facts == {"field": "max_frames", "got": 65, "limit": 64}
+    assert caught.value.facts == {"field": field, "got": 65, "limit": 64}
 
 
 def test_a_range_is_sampled_like_a_file_of_its_own() -> None:
@@ -358,11 +360,20 @@ def test_a_higher_rate_never_takes_fewer_frames(total: int, source: float, one: 
 def test_a_unit_has_a_placeholder_for_each_of_its_tokens_where_its_keys_are(grid: tuple[int, int]) -> None:
     layout, steps = processor().unit_layout(grid), processor().key_steps(grid)
     rows, columns = grid[0] // 2, grid[1] // 2
-    assert layout.placeholder_ids == (CONFIG.image_token_id,) * (rows * columns)
+    assert list(layout.placeholder_ids) == [CONFIG.image_token_id] * (rows * columns)
     assert layout.vision_tokens == rows * columns and layout.advance == max(rows, columns)
     assert steps.shape == (3, rows * columns) and steps.dtype == np.int64
-    assert [tuple(step) for step in steps.T.tolist()] == list(layout.placeholder_steps)
-    assert layout.placeholder_steps[-1] == (0, rows - 1, columns - 1)
+    assert steps.tolist() == layout.placeholder_steps.tolist()
+    assert steps[:, -1].tolist() == [0, rows - 1, columns - 1]
+
+
+def test_the_layout_of_the_largest_image_takes_sixteen_bytes_a_token() -> None:
+    tracemalloc.start()
+    layout = processor().unit_layout((254, 258))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert layout.vision_tokens == 127 * 129
+    assert taken < 17 * layout.vision_tokens
 
 
 def test_equal_grids_share_one_layout() -> None:

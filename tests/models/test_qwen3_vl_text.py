@@ -332,10 +332,7 @@ def counter_goes_on_by_every_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def time_goes_on_within_an_image(patch: pytest.MonkeyPatch) -> None:
-    laid(
-        patch,
-        lambda layout: replace(layout, placeholder_steps=tuple((y, y, x) for _, y, x in layout.placeholder_steps)),
-    )
+    laid(patch, lambda layout: replace(layout, placeholder_steps=layout.placeholder_steps[[1, 1, 2]]))
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -183,7 +183,7 @@ class Oracle:
     def layout(self, grid: tuple[int, int]) -> tuple[Sequence[int], Sequence[Sequence[int]], int, int]:
         """Placeholders, their steps, how far the counter moves, vision tokens."""
         laid = self._processor.unit_layout(grid)
-        return laid.placeholder_ids, laid.placeholder_steps, laid.advance, laid.vision_tokens
+        return laid.placeholder_ids, laid.placeholder_steps.T.tolist(), laid.advance, laid.vision_tokens
 
     def keys_values(
         self, pixels: npt.NDArray[np.uint8], grid: tuple[int, int], start: int, tokens: int, tenant: bytes

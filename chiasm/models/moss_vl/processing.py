@@ -268,7 +268,7 @@ def _unit_layout(pad: int, rows: int, columns: int) -> UnitLayout:
     corner = max(rows, columns)
     return UnitLayout(
         placeholder_ids=(pad,),
-        placeholder_steps=((corner, corner, corner),),
+        placeholder_steps=np.full((3, 1), corner, dtype=np.int32),
         advance=corner + 1,
         vision_tokens=rows * columns + 1,
     )

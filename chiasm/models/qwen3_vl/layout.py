@@ -38,6 +38,7 @@ class Qwen3VLPrompt:
 
     Attributes:
         control: ids of control tokens by name.
+        banned_ids: the pads.
         silence_id: None: the family has no token with which a model waits.
     """
 
@@ -61,6 +62,7 @@ class Qwen3VLPrompt:
         self.text = tokenizer.encode
         self.token_bytes = tokenizer.token_bytes
         self.control = tokenizer.control
+        self.banned_ids = frozenset({config.image_token_id, config.video_token_id})
         self._template = ChatTemplate(tokenizer, template, medium=f"{START}{IMAGE}{END}")
         self._turn = [tokenizer.control[name] for name in _TURN]
         self._start, self._end = config.vision_start_token_id, config.vision_end_token_id
@@ -69,10 +71,6 @@ class Qwen3VLPrompt:
     def stop_ids(self) -> frozenset[int]:
         """The end of a turn, and the end of a text where the tokenizer has one: released models stop at both."""
         return frozenset({self._turn[1], self.control.get(_TEXT_END, self._turn[1])})
-
-    @property
-    def banned_ids(self) -> frozenset[int]:
-        return frozenset({self._config.image_token_id, self._config.video_token_id})
 
     def turns(self, turns: Sequence[Turn]) -> list[Piece]:
         return self._template.render(turns)

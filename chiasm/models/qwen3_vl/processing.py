@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -143,12 +144,13 @@ class Qwen3VLProcessor:
         o, b = facts.options, self.budgets
         if o.explicit:
             return facts.frames
-        if o.max_frames is not None and o.max_frames > b.max_frames:
-            raise InvalidRequest(
-                "FIELD_OUT_OF_RANGE",
-                f"max_frames is {o.max_frames}, must be 1 to {b.max_frames}",
-                facts={"field": "max_frames", "got": o.max_frames, "limit": b.max_frames},
-            )
+        for field, asked in (("min_frames", o.min_frames), ("max_frames", o.max_frames)):
+            if asked is not None and asked > b.max_frames:
+                raise InvalidRequest(
+                    "FIELD_OUT_OF_RANGE",
+                    f"{field} is {asked}, must be 1 to {b.max_frames}",
+                    facts={"field": field, "got": asked, "limit": b.max_frames},
+                )
         wanted = math.floor(facts.seconds * (b.fps if o.fps is None else o.fps) + 1e-6)
         least = b.min_frames if o.min_frames is None else o.min_frames
         most = b.max_frames if o.max_frames is None else o.max_frames
@@ -185,22 +187,27 @@ class Qwen3VLProcessor:
 
     def key_steps(self, grid: Grid) -> npt.NDArray[np.int64]:
         """Merged tokens row by row at (0, y, x)."""
-        rows, columns = self._merged(grid)
-        y, x = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
-        return np.stack([np.zeros_like(y), y, x])
+        return _steps(*self._merged(grid)).astype(np.int64)
 
     def _merged(self, grid: Grid) -> tuple[int, int]:
         merge = self.config.vision.spatial_merge_size
         return grid[0] // merge, grid[1] // merge
 
 
+def _steps(rows: int, columns: int) -> npt.NDArray[np.int32]:
+    """(3, tokens) places in a unit: (0, y, x) row by row."""
+    y, x = np.divmod(np.arange(rows * columns, dtype=np.int32), np.int32(columns))
+    return np.stack([np.zeros_like(y), y, x])
+
+
 @lru_cache(maxsize=64)
 def _unit_layout(pad: int, rows: int, columns: int) -> UnitLayout:
-    """Every timeline keeps one for each of its units, and most of them are equal. The largest has 16,384 tokens."""
+    """Every timeline keeps one for each of its units, and most of them are equal. Of 16,384 tokens, the most of a
+    released model's image, one takes 262 kB."""
     tokens = rows * columns
     return UnitLayout(
-        placeholder_ids=(pad,) * tokens,
-        placeholder_steps=tuple((0, y, x) for y in range(rows) for x in range(columns)),
+        placeholder_ids=array("i", [pad]) * tokens,
+        placeholder_steps=_steps(rows, columns),
         advance=max(rows, columns),
         vision_tokens=tokens,
     )

@@ -7,7 +7,7 @@ names the tensor in which it first shows, so that a failure of the comparison ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def pad_at_its_start(patch: pytest.MonkeyPatch) -> None:
 
     def unit_layout(self: MossVLProcessor, grid: Grid) -> UnitLayout:
         layout = right(self, grid)
-        return UnitLayout(layout.placeholder_ids, ((0, 0, 0),), layout.advance, layout.vision_tokens)
+        return replace(layout, placeholder_steps=np.zeros((3, 1), dtype=np.int32))
 
     patch.setattr(MossVLProcessor, "unit_layout", unit_layout)
 
