@@ -30,7 +30,7 @@ from chiasm.rpc.v1 import router_pb2_grpc
 from tests import digits
 from tests.asking import question, video
 from tests.e2e.test_digits import drawn
-from tests.processes import ARENA_BYTES, Role, _secret
+from tests.processes import ARENA_BYTES, Role, secret
 
 FRAMES = 8
 BEFORE = 16
@@ -43,7 +43,7 @@ class Fleet:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         region = Region.create(folder / "arena", ARENA_BYTES)
         stack.callback(region.close)
-        workers, tenants = (_secret(folder / name) for name in ("workers.key", "tenants.key"))
+        workers, tenants = (secret(folder / name) for name in ("workers.key", "tenants.key"))
         plain = ["--http", "127.0.0.1:0", "--drain-seconds", "1"]
         told = ["--model", str(SHIPPED / "digits"), "--arena", str(region.path), "--workers-secret-file", str(workers)]
 

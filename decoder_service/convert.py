@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,14 +33,19 @@ class ReadPrompt(NamedTuple):
     written: dict[int, WrittenMedium]
 
 
-def read_prompt(prompt: pb.Prompt, family: Prompt, vocabulary: int) -> ReadPrompt:
+def read_prompt(
+    prompt: pb.Prompt, family: Prompt, vocabulary: int, kinds: Mapping[int, pb.MediaKind.ValueType]
+) -> ReadPrompt:
     """Reads and tokenises a prompt. It may take seconds (`text_bytes`).
+
+    Args:
+        kinds: of its slots.
 
     Raises InvalidRequest for a prompt that is none, an empty one, and ids that are no tokens of this model or stand for
     a medium without leave.
     """
     written: dict[int, WrittenMedium] = {}
-    pieces = _read_pieces(prompt, family, vocabulary, written)
+    pieces = _read_pieces(prompt, family, vocabulary, kinds, written)
     if not any(isinstance(piece, Slot) or piece for piece in pieces):
         raise InvalidRequest("EMPTY_PROMPT", "there is neither text nor a medium")
     # A list takes up to ten times as much, and they are kept as long as the request.
@@ -79,7 +84,13 @@ def bounded_bytes(text: str) -> int:
     return size
 
 
-def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int, written: dict[int, WrittenMedium]) -> list[Piece]:
+def _read_pieces(
+    prompt: pb.Prompt,
+    family: Prompt,
+    vocabulary: int,
+    kinds: Mapping[int, pb.MediaKind.ValueType],
+    written: dict[int, WrittenMedium],
+) -> list[Piece]:
     which = prompt.WhichOneof("form")
     if which == "conversation":
         if prompt.conversation.continue_last:
@@ -87,9 +98,9 @@ def _read_pieces(prompt: pb.Prompt, family: Prompt, vocabulary: int, written: di
         turns = [read_turn(turn, f"messages[{i}]") for i, turn in enumerate(prompt.conversation.turns)]
         if not turns:
             raise InvalidRequest("EMPTY_PROMPT", "the conversation has no turns")
-        return family.turns(turns)
+        return family.turns([_with_openings(turn, family, kinds) for turn in turns])
     if which == "plain":
-        return _plain_pieces(prompt.plain.parts, family, vocabulary, written)
+        return _plain_pieces(prompt.plain.parts, family, vocabulary, kinds, written)
     raise InvalidRequest("FIELD_MISSING", "the prompt is missing", facts={"field": "prompt"})
 
 
@@ -112,17 +123,41 @@ def read_turn(turn: pb.Turn, item: str) -> Turn:
     return Turn(_ROLES[turn.role], tuple(parts))
 
 
+def opening_of(kind: pb.MediaKind.ValueType | None, family: Prompt) -> str:
+    """The text with which what is laid in a slot begins (`Prompt.opening`). A frame of a timeline has none."""
+    if kind == pb.MEDIA_KIND_VIDEO:
+        return family.opening("video")
+    return family.opening("image") if kind == pb.MEDIA_KIND_IMAGE else ""
+
+
+def _with_openings(turn: Turn, family: Prompt, kinds: Mapping[int, pb.MediaKind.ValueType]) -> Turn:
+    """The turn with the openings of its media as text of its own."""
+    parts: list[str | Slot] = []
+    for part in turn.parts:
+        if isinstance(part, Slot) and (opening := opening_of(kinds.get(part.index), family)):
+            parts.append(opening)
+        parts.append(part)
+    return Turn(turn.role, tuple(parts))
+
+
 def _plain_pieces(
-    parts: Iterable[pb.Part], family: Prompt, vocabulary: int, written: dict[int, WrittenMedium]
+    parts: Sequence[pb.Part],
+    family: Prompt,
+    vocabulary: int,
+    kinds: Mapping[int, pb.MediaKind.ValueType],
+    written: dict[int, WrittenMedium],
 ) -> list[Piece]:
     """The pieces of a plain prompt. Media that the caller wrote as pads take the next slots, and go into `written`."""
+    openings = [opening_of(kinds.get(part.slot), family) if part.HasField("slot") else "" for part in parts]
     pieces: list[Piece] = []
     slots = 0
     for i, part in enumerate(parts):
         which = part.WhichOneof("content")
         if which == "text":
-            pieces.append(family.text(part.text))
+            pieces.append(family.text(part.text + "".join(openings[i + 1 : i + 2])))
         elif which == "slot":
+            if openings[i] and not (i and parts[i - 1].HasField("text")):
+                pieces.append(family.text(openings[i]))
             pieces.append(Slot(part.slot))
             slots += 1
         elif which == "tokens":

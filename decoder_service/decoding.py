@@ -185,7 +185,8 @@ class Decoding:
         self._unread = None
         await self._first.answer.read_guide()
         size = convert.text_bytes(prompt)
-        self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary)
+        kinds = dict(self._kinds)
+        self._prompt = await model.tokenise(size, convert.read_prompt, prompt, model.prompt, model.vocabulary, kinds)
         convert.check_slots(self._prompt.pieces, self._open.slots)
         if not self._estimate:
             check_text(self._prompt.pieces, model.context_limit, answer=min(least(self._asked), 1))

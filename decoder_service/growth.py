@@ -55,7 +55,8 @@ class Growth:
             check_text([ids], self._model.context_limit)
             self._lay(append.event, ids)
         elif which == "slot" and [slot.slot for slot in append.slots] == [append.slot]:
-            self._lay(append.event, Slot(append.slot))
+            opening = self._model.prompt.text(convert.opening_of(self._kinds[append.slot], self._model.prompt))
+            self._lay(append.event, *([opening] if opening else []), Slot(append.slot))
         else:
             raise InvalidRequest("PLACEHOLDER_MISMATCH", "what is appended names no turn and no slot of its own")
 
@@ -66,12 +67,12 @@ class Growth:
             raise Unsupported("FEATURE_DISABLED", "this model cannot forget frames", facts={"field": "drop"})
         self._lay(drop.event, Drop(drop.first_visible))
 
-    def _lay(self, event: int, piece: Piece | Drop) -> None:
+    def _lay(self, event: int, *pieces: Piece | Drop) -> None:
         if event <= self._event:
             raise broken_order(f"event {event} came after event {self._event}")
         self._event = event
         try:
-            self._laying[event] = self._sequence.extend([piece])
+            self._laying[event] = self._sequence.extend(pieces)
         except ValueError as error:
             raise broken_order(str(error)) from None
 

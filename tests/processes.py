@@ -154,7 +154,7 @@ class Trio:
         routers: int = 1,
         modules: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        workers, tenants = (_secret(folder / name) for name in ("workers.key", "tenants.key"))
+        workers, tenants = (secret(folder / name) for name in ("workers.key", "tenants.key"))
         plain = ["--http", "127.0.0.1:0", "--drain-seconds", "1"]
 
         def worker(name: str, role: str, region: Region) -> tuple[str, Role]:
@@ -271,7 +271,8 @@ def trio(
         yield made
 
 
-def _secret(path: Path) -> Path:
+def secret(path: Path) -> Path:
+    """A file of a new secret."""
     path.touch(0o600)
     path.write_text(secrets.token_hex(32), encoding="ascii")
     return path

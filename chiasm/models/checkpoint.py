@@ -21,7 +21,10 @@ from torch import Tensor
 from chiasm.errors import CheckpointError
 from chiasm.models.reading import read_json, shown
 
-_PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+_PROCESSOR_FILES = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
+_PROCESSOR_FILE = "processor_config.json"
+"""transformers 5 writes both into this one, under these keys, and reads what is in it first."""
+
 _FINGERPRINT_FILE = "chiasm.json"
 _TYPES = {
     "bfloat16": torch.bfloat16,
@@ -141,9 +144,19 @@ class Checkpoint:
 
     @property
     def processor_files(self) -> dict[str, dict[str, object]]:
-        """The preprocessing files that are there, by name."""
-        paths = [self.directory / name for name in _PROCESSOR_FILES]
-        return {path.name: read_json(path) for path in paths if path.exists()}
+        """What the preprocessing files say, by name, wherever a release of transformers wrote it."""
+        path = self.directory / _PROCESSOR_FILE
+        whole = read_json(path) if path.exists() else {}
+        found = {}
+        for name, key in _PROCESSOR_FILES.items():
+            inside = whole.get(key)
+            if isinstance(inside, dict):
+                found[name] = inside
+            elif inside is not None:
+                raise CheckpointError(self.where, [f"{key} in {_PROCESSOR_FILE} is {shown(inside)}, no object"])
+            elif (self.directory / name).exists():
+                found[name] = read_json(self.directory / name)
+        return found
 
     @property
     def tokenizer_file(self) -> Path | None:

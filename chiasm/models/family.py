@@ -206,8 +206,13 @@ class Prompt(Protocol):
         """The rendered template: runs of token ids, and slots where media go."""
         ...
 
+    def opening(self, kind: Kind) -> str:
+        """Text with which every medium of that kind begins, and which is tokenised as one with the text before it."""
+        ...
+
     def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
-        """What stands for a medium with units at those seconds: token ids, and numbers of units where they are laid.
+        """What stands for a medium with units at those seconds, behind its opening: token ids, and numbers of units
+        where they are laid.
 
         Args:
             offsets: of each unit: where it is of several frames the mean of their times.
@@ -354,6 +359,11 @@ class Family(Protocol[C]):
     @property
     def architectures(self) -> Sequence[str]:
         """What `architectures` in a config.json may say for this family to take the checkpoint."""
+        ...
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Architectures near to these that nobody takes, and why."""
         ...
 
     def read_config(self, data: dict[str, object], where: str) -> C:

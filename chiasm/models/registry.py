@@ -54,6 +54,9 @@ class Model:
         architecture = self.checkpoint.architecture
         claims = [family for family in families().values() if architecture in family.architectures]
         if not claims:
+            reasons = [family.refused[architecture] for family in families().values() if architecture in family.refused]
+            if reasons:
+                raise CheckpointError(self.name, [f"architecture {architecture} is not supported: {reasons[0]}"])
             known = sorted(a for family in families().values() for a in family.architectures)
             raise CheckpointError(self.name, [f"architecture {architecture} is not known, only {', '.join(known)}"])
         self.family = claims[0]

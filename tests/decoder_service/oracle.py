@@ -7,7 +7,7 @@ attention is dense, the timeline is laid from the messages of the caller, and th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from chiasm.models.registry import Model
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import Timeline, UnitName
+from decoder_service.convert import opening_of
 
 CLOSE = 1e-6
 """Of what is told as float32, and of scores between which a rounding may decide."""
@@ -105,15 +106,21 @@ class Replay:
     drawn: list[int] = field(default_factory=list)
 
     def lay_prompt(self) -> None:
-        turns = [
-            Turn("user", tuple(p.text if p.HasField("text") else Slot(p.slot) for p in turn.parts))
-            for turn in self.opened.prompt.conversation.turns
-        ]
+        turns = [Turn("user", tuple(self.parts(turn))) for turn in self.opened.prompt.conversation.turns]
         for piece in self.oracle.writer.turns(turns):
             if isinstance(piece, Slot):
                 self.lay_slot(piece.index)
             else:
                 self.timeline.append_text(piece)
+
+    def parts(self, turn: pb.Turn) -> Iterator[str | Slot]:
+        for part in turn.parts:
+            if part.HasField("text"):
+                yield part.text
+            else:
+                if opening := opening_of(self.clips[part.slot].kind, self.oracle.writer):
+                    yield opening
+                yield Slot(part.slot)
 
     def lay_slot(self, slot: int) -> None:
         clip, writer = self.clips[slot], self.oracle.writer

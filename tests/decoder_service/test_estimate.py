@@ -187,7 +187,7 @@ def test_what_is_counted_is_what_is_laid(media: list[tuple[int, int, bool]], tex
     turn.parts.add(text=text)
     for slot in range(len(media)):
         turn.parts.add(slot=slot)
-    pieces = convert.read_prompt(prompt, PROMPT, 447).pieces
+    pieces = convert.read_prompt(prompt, PROMPT, 447, {}).pieces
     laid = DecodeSequence(MODEL.processor.unit_layout)
     laid.extend(pieces)
     counted: dict[int, Medium] = {}

@@ -17,11 +17,12 @@ from chiasm.cache.memory import MemoryStore
 from chiasm.cache.store import Lease
 from chiasm.models.family import Grid
 from chiasm.models.moss_vl.vision import MossVLEncoder
+from chiasm.models.qwen3_vl.vision import Qwen3VLEncoder
 from chiasm.models.registry import Model, find
 from chiasm.settings import SettingsError
 from encoder_service.engine import EncoderEngine
 from encoder_service.graphs import FRAMES, LEAST, Capturable, GraphTrunk, buckets, captured
-from tests import checkpoints_tiny
+from tests import checkpoints_qwen3_vl, checkpoints_tiny
 from tests.decoder_service.played import Played
 from tests.encoder_service.test_engine import ROOT, WORKERS, frame, payload, plan
 
@@ -37,24 +38,27 @@ def masked(q_nhd: Tensor, k_nhd: Tensor, v_nhd: Tensor, starts: Tensor, longest:
     return out[0].transpose(0, 1)
 
 
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory) -> MossVLEncoder:
+Half = MossVLEncoder | Qwen3VLEncoder
+
+
+@pytest.fixture(scope="module", params=[checkpoints_tiny.write, checkpoints_qwen3_vl.write], ids=["moss", "qwen3"])
+def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Half:
     """In float64, where the sums of another batch differ by nothing that matters."""
-    model = Model(checkpoints_tiny.write(tmp_path_factory.mktemp("tiny")))
-    return cast(MossVLEncoder, model.encoder(dtype=torch.float64))
+    model = Model(request.param(tmp_path_factory.mktemp("tiny")))
+    return cast(Half, model.encoder(dtype=torch.float64))
 
 
-def trunk(half: MossVLEncoder, device: Played | None = None) -> GraphTrunk:
+def trunk(half: Half, device: Played | None = None) -> GraphTrunk:
     return GraphTrunk(half, device or Played(), most_patches=MOST, kernel=masked)
 
 
-def patches(half: MossVLEncoder, grids: list[Grid], seed: int = 0) -> Tensor:
+def patches(half: Half, grids: list[Grid], seed: int = 0) -> Tensor:
     rows = sum(a * b for a, b in grids)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, half.config.vision.patch_values, generator=generator, dtype=torch.float64)
 
 
-def assert_equal(half: MossVLEncoder, replays: GraphTrunk, grids: list[Grid], seed: int = 0) -> None:
+def assert_equal(half: Half, replays: GraphTrunk, grids: list[Grid], seed: int = 0) -> None:
     x = patches(half, grids, seed)
     with torch.inference_mode():
         expected = half.encode_patches(x, grids, TorchVarlen())
@@ -71,7 +75,7 @@ def test_buckets_leave_a_fifth_to_nobody_at_most() -> None:
     assert all((larger - size - 4) / larger <= 0.2 for size, larger in itertools.pairwise(sizes))
 
 
-def test_batches_of_any_grids_are_replayed_from_a_few_graphs(half: MossVLEncoder) -> None:
+def test_batches_of_any_grids_are_replayed_from_a_few_graphs(half: Half) -> None:
     assert isinstance(half, Capturable)
     device = Played()
     replays = trunk(half, device)
@@ -88,7 +92,7 @@ def test_batches_of_any_grids_are_replayed_from_a_few_graphs(half: MossVLEncoder
     assert device.captured <= len(buckets(MOST)), "one for each bucket"
 
 
-def test_a_batch_that_fills_its_bucket_is_replayed_and_one_that_is_larger_is_not(half: MossVLEncoder) -> None:
+def test_a_batch_that_fills_its_bucket_is_replayed_and_one_that_is_larger_is_not(half: Half) -> None:
     device = Played()
     replays = trunk(half, device)
     assert_equal(half, replays, [(16, 16)] * 3)
@@ -100,7 +104,7 @@ def test_a_batch_that_fills_its_bucket_is_replayed_and_one_that_is_larger_is_not
     assert replays.replayed == 2
 
 
-def test_nothing_of_a_batch_is_left_in_the_next(half: MossVLEncoder) -> None:
+def test_nothing_of_a_batch_is_left_in_the_next(half: Half) -> None:
     replays = trunk(half)
     x = patches(half, [(16, 16)])
     x[:] = torch.nan
@@ -114,7 +118,7 @@ def test_nothing_of_a_batch_is_left_in_the_next(half: MossVLEncoder) -> None:
     assert torch.equal(first, before), "what one pass gave outlives the next"
 
 
-def test_copies_are_done_before_the_next_pass_writes_over_them(half: MossVLEncoder) -> None:
+def test_copies_are_done_before_the_next_pass_writes_over_them(half: Half) -> None:
     device = Played()
     replays = trunk(half, device)
     for _ in range(2):
@@ -124,7 +128,7 @@ def test_copies_are_done_before_the_next_pass_writes_over_them(half: MossVLEncod
 
 @pytest.mark.parametrize("captures", [0, 1])
 def test_a_capture_that_fails_is_told_once_and_fails_no_pass(
-    half: MossVLEncoder, captures: int, caplog: pytest.LogCaptureFixture
+    half: Half, captures: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     replays = trunk(half, Played(captures))
     batches: list[list[Grid]] = [[(4, 4)], [(16, 20)], [(4, 4)], [(2, 2)]]
@@ -175,7 +179,7 @@ async def test_an_engine_encodes_through_the_graphs_it_is_given() -> None:
     assert torch.allclose(eager, replayed, rtol=0, atol=1e-5 * float(eager.abs().max()))
 
 
-def test_all_graphs_are_captured_before_the_first_pass_where_there_can_be_any(half: MossVLEncoder) -> None:
+def test_all_graphs_are_captured_before_the_first_pass_where_there_can_be_any(half: Half) -> None:
     device = Played()
     replays = trunk(half, device)
     with torch.inference_mode():
@@ -185,7 +189,7 @@ def test_all_graphs_are_captured_before_the_first_pass_where_there_can_be_any(ha
     assert device.captured == len(buckets(MOST))
 
 
-def test_graphs_that_are_asked_for_where_they_cannot_be_are_refused(half: MossVLEncoder) -> None:
+def test_graphs_that_are_asked_for_where_they_cannot_be_are_refused(half: Half) -> None:
     assert captured(half, None, 4096) is None
     assert captured(half, False, 4096) is None
     with pytest.raises(SettingsError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,10 +25,13 @@ from chiasm.models.registry import Model, families, find
 from chiasm.timeline import UnitName
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.laid import SizedSlot
-from tests import checkpoints_tiny
+from tests import checkpoints_qwen3_vl, checkpoints_tiny
 
-TINY: dict[str, Callable[[Path], Path]] = {"moss_vl": checkpoints_tiny.write}
-"""By family, what writes a small random checkpoint of it into a folder."""
+TINY: dict[str, Callable[[Path], Path]] = {
+    "moss_vl": checkpoints_tiny.write,
+    "qwen3_vl": partial(checkpoints_qwen3_vl.write, vision={"patch_size": 4}),
+}
+"""By family, what writes a small random checkpoint of it into a folder, with patches of 4x4 pixels merged 2x2."""
 
 TWICE: dict[str, Callable[[Model], set[str]]] = {
     "moss_vl": lambda model: {
@@ -36,9 +40,15 @@ TWICE: dict[str, Callable[[Model], set[str]]] = {
         for part in ("k_proj", "v_proj", "k_norm")
     }
 }
-"""By family, the tensors that both halves load where the decoder projects states."""
+"""By family whose decoder makes keys and values of states, the tensors that both halves load where it does. A family
+whose states are laid over placeholders is not among them."""
 
 each_family = pytest.mark.parametrize("family", sorted(families()))
+each_projecting = pytest.mark.parametrize("family", sorted(TWICE))
+each_form = pytest.mark.parametrize(
+    ("family", "form"),
+    [(family, form) for family in sorted(families()) for form in Form if family in TWICE or form is Form.STATES],
+)
 
 
 @pytest.fixture
@@ -50,9 +60,20 @@ def test_every_family_has_a_tiny_checkpoint() -> None:
     assert set(TINY) == set(families())
 
 
+@each_family
+def test_entries_are_laid_over_placeholders_or_made_into_keys_and_values(family: str, model: Model) -> None:
+    shape = model.entry_shape
+    assert shape.overlaid is (family not in TWICE)
+    assert shape.forms == ((Form.STATES,) if shape.overlaid else tuple(Form))
+    layout = model.processor.unit_layout((4, 6))
+    assert len(layout.placeholder_ids) == (layout.vision_tokens if shape.overlaid else 1)
+    assert model.processor.key_steps((4, 6)).shape == (3, layout.vision_tokens)
+
+
 def test_no_two_families_claim_one_architecture() -> None:
     claimed = [architecture for family in families().values() for architecture in family.architectures]
     assert claimed and len(set(claimed)) == len(claimed)
+    assert not set(claimed) & {architecture for family in families().values() for architecture in family.refused}
 
 
 @each_family
@@ -72,7 +93,7 @@ def test_the_halves_cover_every_weight_once(family: str, model: Model) -> None:
         assert sorted(declared) == sorted(dict(cast(nn.Module, half).named_parameters()))
 
 
-@each_family
+@each_projecting
 def test_a_decoder_that_projects_states_loads_of_the_encoders_weights_what_makes_keys_and_values(
     family: str, model: Model
 ) -> None:
@@ -90,7 +111,7 @@ def test_a_decoder_that_projects_states_loads_of_the_encoders_weights_what_makes
     assert cast(DecoderHalf, half).projects and not model.decoder().projects
 
 
-@each_family
+@each_projecting
 def test_a_folder_cut_for_a_decoder_projects_if_it_was_cut_so(family: str, model: Model, tmp_path: Path) -> None:
     for projects in (True, False):
         folder = tmp_path / str(projects)
@@ -116,6 +137,7 @@ FRAMES = [
     torch.randint(0, 256, (1, 3, *size), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     for size in ((16, 16), (16, 24))
 ]
+DARK = [torch.zeros_like(frame) for frame in FRAMES]
 GRIDS = [(4, 4), (4, 6)]
 
 
@@ -132,20 +154,31 @@ def answered(decoder: DecoderHalf, model: Model, entries: Sequence[Tensor], form
 
 
 @each_family
-@pytest.mark.parametrize("form", Form)
+def test_what_is_seen_changes_what_is_said(family: str, model: Model) -> None:
+    form = model.entry_shape.forms[0]
+    with torch.inference_mode():
+        one, other = (payloads(model.encoder(), seen, [form] * 2, TorchVarlen()) for seen in (FRAMES, DARK))
+    first, second = (answered(model.decoder(), model, entries, form) for entries in (one, other))
+    assert torch.equal(first[:3], second[:3]), "before it is seen"
+    assert (first - second)[-1].abs().max() > 1e-3 * first.abs().max()
+
+
+@each_form
 @pytest.mark.parametrize("separate", [False, True])
 def test_divided_through_bytes_equals_handed_over(
     family: str, separate: bool, form: Form, model: Model, tmp_path: Path
 ) -> None:
-    """Frames to logits: entries of each form as sealed bytes between halves of their own folders, against keys and
-    values in one hand. Exact forms give equal logits; those of 8 bits what their stated error gives."""
+    """Frames to logits: entries of each form as sealed bytes between halves of their own folders, against what the
+    encoder half gives in one hand: keys and values, or states where there are no others. Exact forms give equal logits;
+    those of 8 bits what their stated error gives."""
     ours = theirs = model
     if separate:
         for half in ("encoder", "decoder"):
             split(model.checkpoint, model.weights.names(half, projects=form is Form.STATES), tmp_path / half)
         ours, theirs = Model(tmp_path / "encoder"), Model(tmp_path / "decoder")
     with torch.inference_mode():
-        direct = model.encoder().encode(FRAMES, TorchVarlen())
+        plainest = model.entry_shape.forms[0]
+        direct = payloads(model.encoder(), FRAMES, [plainest] * len(FRAMES), TorchVarlen())
         sent = payloads(ours.encoder(), FRAMES, [form] * len(FRAMES), TorchVarlen())
     identity = identity_of(ours.processor, fingerprint=ours.checkpoint.fingerprint, dtype=torch.float32).digest()
     came = []
@@ -162,7 +195,7 @@ def test_divided_through_bytes_equals_handed_over(
         opened = open_entry(seal(contract, payload, bytes(32)), contract, bytes(32))
         assert not isinstance(opened, str)
         came.append(opened)
-    expected = answered(model.decoder(), model, direct)
+    expected = answered(model.decoder(), model, direct, plainest)
     got = answered(theirs.decoder(projects=form is Form.STATES), theirs, came, form)
     if not form.quantised:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
@@ -175,7 +208,7 @@ def test_divided_through_bytes_equals_handed_over(
     assert not torch.equal(got, expected)
 
 
-@each_family
+@each_projecting
 def test_units_of_several_forms_are_encoded_together(family: str, model: Model) -> None:
     frames = [FRAMES[0], FRAMES[1], FRAMES[0], FRAMES[1]]
     forms = [Form.STATES, Form.CROSS_KV, Form.CROSS_KV_INT8, Form.STATES]

@@ -160,6 +160,22 @@ def test_an_index_without_a_map_is_told(promised: object, tmp_path: Path) -> Non
         _ = Checkpoint(tmp_path).tensors
 
 
+def test_processor_settings_are_found_in_the_file_of_every_release_the_newest_first(tmp_path: Path) -> None:
+    """transformers 4 wrote a file for each kind, transformers 5 writes both into one."""
+    old, new = {"fps": 1}, {"fps": 2}
+    write(tmp_path / "tiny")
+    checkpoint = Checkpoint(tmp_path / "tiny")
+    assert checkpoint.processor_files == {}
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (checkpoint.directory / name).write_text(json.dumps(old), encoding="utf-8")
+    whole = checkpoint.directory / "processor_config.json"
+    whole.write_text(json.dumps({"processor_class": "AnyProcessor", "video_processor": new}), encoding="utf-8")
+    assert checkpoint.processor_files == {"preprocessor_config.json": old, "video_preprocessor_config.json": new}
+    whole.write_text(json.dumps({"image_processor": [1]}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"image_processor in processor_config\.json is \[1\], no object"):
+        assert checkpoint.processor_files
+
+
 def test_a_template_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default"}]}', encoding="utf-8")

@@ -27,7 +27,7 @@ from chiasm import AsyncClient, Video
 from router import ray_plan
 from tests import digits
 from tests.e2e.test_digits import drawn
-from tests.processes import Role, _secret
+from tests.processes import Role, secret
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import alive, until
 
@@ -141,7 +141,7 @@ class Fleet:
         self._address = address
         for name in ("workers.key", "tenants.key"):
             if not (folder / name).exists():
-                _secret(folder / name)
+                secret(folder / name)
         self.write(pools)
         self.router = Role(
             "router",

@@ -19,7 +19,7 @@ from chiasm.models.finding import SHIPPED
 from router import ray_plan
 from tests.cli.serving import CHIASM, Served
 from tests.over_ray.clusters import OBJECT_STORE_BYTES, free_port, read_right
-from tests.processes import _secret
+from tests.processes import secret
 from tests.waiting import alive, gone
 
 pytestmark = pytest.mark.timeout(200)
@@ -104,7 +104,7 @@ def _naming(folder: Path) -> list[int]:
 async def test_serve_at_an_address_shows_its_token_and_without_it_gets_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, port, token = _secret(tmp_path / "workers.key"), free_port(), secrets.token_hex(32)
+    key, port, token = secret(tmp_path / "workers.key"), free_port(), secrets.token_hex(32)
     words = ["digits", "--ray", f"127.0.0.1:{port}", "--workers-secret-file", str(key), "--listen", "127.0.0.1:0"]
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with (

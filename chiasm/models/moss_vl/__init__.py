@@ -6,6 +6,7 @@ Importing this package loads no torch; making a half does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from chiasm.models.family import EntryShape
@@ -27,6 +28,7 @@ class MossVL:
 
     name = "moss_vl"
     architectures = (ARCHITECTURE,)
+    refused: Mapping[str, str] = MappingProxyType({})
 
     def read_config(self, data: dict[str, object], where: str) -> Config:
         return read_config(data, where)

@@ -62,6 +62,10 @@ class MossVLPrompt:
     def turns(self, turns: Sequence[Turn]) -> list[Piece]:
         return self._template.render(turns)
 
+    def opening(self, kind: Kind) -> str:
+        """None: a control token ends the text before a medium."""
+        return ""
+
     def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
         if kind == "image":
             return [0]

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from chiasm.errors import CheckpointError
 from chiasm.models.family import EntryShape
 from chiasm.models.reading import Reader, shown
 from chiasm.models.rotary import read_mrope
@@ -28,7 +27,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI,
     }
 )
-"""Relatives that this family claims so as to say why it does not take them."""
+"""Relatives that this family does not take, and why."""
 
 MAX_LAYERS = 4096
 """Lists as long as the layers are made before a weight is looked at."""
@@ -133,10 +132,8 @@ class Config:
 def read_config(data: dict[str, object], where: str) -> Config:
     """Reads the object of a `config.json`.
 
-    Raises CheckpointError that lists every missing key, every impossible value and every refused option; of a relative
-    that is refused as a whole, the reason alone.
+    Raises CheckpointError that lists every missing key, every impossible value and every refused option.
     """
-    _refuse_relatives(data, where)
     top = Reader(data)
     top.refuse_unless("quantization_config", why="quantised checkpoints are not loaded")
     vision = _read_vision(top.section("vision_config"))
@@ -162,13 +159,6 @@ def read_config(data: dict[str, object], where: str) -> Config:
     top.finish(where)
     # The outer one rules where both say something, as in transformers; transformers 4 wrote both.
     return Config(vision=vision, text=text, tie_word_embeddings=next(iter(tied), False), nested_videos=nested, **tokens)
-
-
-def _refuse_relatives(data: dict[str, object], where: str) -> None:
-    named = data.get("architectures")
-    for architecture in named if isinstance(named, list) else ():
-        if isinstance(architecture, str) and architecture in REFUSED:
-            raise CheckpointError(where, [f"architecture {architecture} is not supported: {REFUSED[architecture]}"])
 
 
 def _flag(section: Reader, key: str) -> bool:

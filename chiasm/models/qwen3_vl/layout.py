@@ -5,8 +5,8 @@ time at which it is shown, as text: `<1.2 seconds>`. That is the flat reading. I
 `<|vision_start|>` and `<|vision_end|>` stand around the whole video, as the template's own wrapper does where a
 processor replaces nothing but the pad. (Both as recorded: `tests/oracles/qwen3_vl`.)
 
-A time is tokenised apart from the text before it. The model's own processor tokenises a flat video's first time
-together with that text, which gives other ids where the text ends in a space or a punctuation mark.
+A flat video begins with text, which the processor tokenises as one with the text before it: after a space or a
+punctuation mark the first `<` is another token than by itself. Digits are tokens of their own, so that is all.
 """
 
 from __future__ import annotations
@@ -77,15 +77,20 @@ class Qwen3VLPrompt:
     def turns(self, turns: Sequence[Turn]) -> list[Piece]:
         return self._template.render(turns)
 
+    def opening(self, kind: Kind) -> str:
+        return "<" if kind == "video" and not self._config.nested_videos else ""
+
     def medium(self, kind: Kind, offsets: Sequence[float]) -> list[list[int] | int]:
         if kind == "image":
             return [[self._start], 0, [self._end]]
+        opening = self.opening(kind)
         pieces: list[list[int] | int] = []
-        before = [self._start] if self._config.nested_videos else []
+        before = [] if opening else [self._start]
         for number, offset in enumerate(offsets):
-            pieces += [[*before, *self._stamp(offset), self._start], number]
+            stamp = self.text(_stamp(offset).removeprefix("" if number else opening))
+            pieces += [[*before, *stamp, self._start], number]
             before = [self._end]
-        return [*pieces, [*before, self._end] if self._config.nested_videos else before]
+        return [*pieces, before if opening else [*before, self._end]]
 
     def written(self, ids: Sequence[int]) -> list[list[int] | WrittenMedium]:
         """Pads without a break are one unit. A run of image pads is a medium; so are runs of video pads, as far as
@@ -105,15 +110,12 @@ class Qwen3VLPrompt:
         return [piece for piece in pieces if piece]
 
     def frame(self, offset: float) -> tuple[list[int], list[int]]:
-        return [*self._stamp(offset), self._start], [self._end]
+        return [*self.text(_stamp(offset)), self._start], [self._end]
 
     def spliced(self, text: str) -> list[int]:
         start, end = self._turn
         encode = self.text
         return [end, *encode("\n"), start, *encode(f"user\n{text}"), end, *encode("\n"), start, *encode("assistant\n")]
-
-    def _stamp(self, offset: float) -> list[int]:
-        return self.text(f"<{offset:.1f} seconds>")
 
     # -- ids that a caller wrote -----------------------------------------------------------------------------------
 
@@ -132,15 +134,20 @@ class Qwen3VLPrompt:
         between = ids[last.stop : run.start]
         if len(between) < 2 or between[0] != self._end or not all(map(self.token_bytes, between[1:-1])):
             return False
-        earlier, later = self._time(ids[: last.start]), self._time(between[1:])
+        before = ids[max(0, last.start - _STAMP_IDS) : last.start]
+        earlier, later = self._time(before), self._time(between[1:])
         return earlier is not None and later is not None and earlier.at <= later.at and later.alone
 
     def _time(self, before: Sequence[int]) -> _Time | None:
         """The time that stands before the vision start with which some ids end."""
         if not before or before[-1] != self._start:
             return None
-        found = _STAMP.search(b"".join(map(self.token_bytes, before[-_STAMP_IDS:-1])))
+        found = _STAMP.search(b"".join(map(self.token_bytes, before[:-1])))
         return None if found is None else _Time(float(found[1]), found.start() == 0)
+
+
+def _stamp(offset: float) -> str:
+    return f"<{offset:.1f} seconds>"
 
 
 class _Run(NamedTuple):

@@ -194,7 +194,7 @@ class Qwen3VLProcessor:
         return grid[0] // merge, grid[1] // merge
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=64)
 def _unit_layout(pad: int, rows: int, columns: int) -> UnitLayout:
     """Every timeline keeps one for each of its units, and most of them are equal. The largest has 16,384 tokens."""
     tokens = rows * columns

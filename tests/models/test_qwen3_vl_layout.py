@@ -14,14 +14,18 @@ import pytest
 from safetensors.numpy import load_file
 
 from chiasm.chat_template import Slot, Turn
-from chiasm.errors import CheckpointError
+from chiasm.errors import CheckpointError, InvalidRequest
+from chiasm.media.types import Kind
 from chiasm.models.family import WrittenMedium
 from chiasm.models.qwen3_vl.budgets import read_budgets
 from chiasm.models.qwen3_vl.config import Config, read_config
 from chiasm.models.qwen3_vl.layout import Qwen3VLPrompt
 from chiasm.models.qwen3_vl.processing import Qwen3VLProcessor
+from chiasm.rpc.v1 import common_pb2 as pb
+from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.timeline import Timeline, UnitName
 from chiasm.tokenizer import Tokenizer
+from decoder_service.convert import read_prompt, sized_slot
 from tests.checkpoints_qwen3_vl import TEMPLATE
 from tests.oracles.qwen3_vl import DATA
 
@@ -36,6 +40,8 @@ CONFIG: Config = read_config(json.loads((DATA / "config.json").read_text(encodin
 NESTED = replace(CONFIG, nested_videos=True)
 VIDEOS = [name for name, case in RECORDED.items() if case["videos"]]
 READINGS = [(name, reading) for name in RECORDED for reading in (("flat", "nested") if name in VIDEOS else ("either",))]
+
+KINDS: list[Kind] = ["image", "video"]
 
 LIST_ONLY = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}"
@@ -99,10 +105,11 @@ class Media:
                 into.append_text(piece)
 
 
-def rendered(text: str) -> Iterator[list[int] | str]:
-    """A recorded template's text: ids, and the kinds of the media in it, wrappers taken off."""
-    for medium in ("image", "video"):
-        text = text.replace(f"<|vision_start|><|{medium}_pad|><|vision_end|>", f"\x02{medium}\x03")
+def rendered(text: str, family: Qwen3VLPrompt) -> Iterator[list[int] | str]:
+    """A recorded template's text: ids, and the kinds of the media in it, wrappers taken off and openings put there."""
+    for medium in KINDS:
+        opening = family.opening(medium)
+        text = text.replace(f"<|vision_start|><|{medium}_pad|><|vision_end|>", f"{opening}\x02{medium}\x03")
     for i, part in enumerate(text.replace("\x03", "\x02").split("\x02")):
         if i % 2:
             yield part
@@ -115,7 +122,7 @@ def rendered(text: str) -> Iterator[list[int] | str]:
 def test_every_recorded_prompt_has_its_ids_and_its_places(name: str, reading: str) -> None:
     family = prompt(NESTED if reading == "nested" else CONFIG)
     timeline, media = Timeline(), Media(name, family)
-    for piece in rendered(RECORDED[name]["text"]):
+    for piece in rendered(RECORDED[name]["text"], family):
         if isinstance(piece, str):
             media.lay(piece, timeline)
         else:
@@ -142,6 +149,7 @@ def test_turns_through_a_template_become_the_recorded_ids(name: str, template: s
             elif part["type"] == "text":
                 parts.append(part["text"])
             else:
+                parts += [text for text in [family.opening(part["type"])] if text]
                 parts.append(Slot(len(kinds)))
                 kinds.append(part["type"])
         turns.append(Turn(message["role"], tuple(parts)))
@@ -153,9 +161,34 @@ def test_turns_through_a_template_become_the_recorded_ids(name: str, template: s
     assert timeline.ids() == recorded(name, "flat" if case["videos"] else "either")[0]
 
 
+def test_the_nested_reading_is_asked_for_in_the_configuration() -> None:
+    data = json.loads((DATA / "config.json").read_text(encoding="utf-8"))
+    assert read_config({**data, "nested_videos": True}, "recorded") == NESTED
+    with pytest.raises(CheckpointError, match="nested_videos is 'yes', must be true or false"):
+        read_config({**data, "nested_videos": "yes"}, "recorded")
+
+
 def test_a_template_of_lists_that_loses_a_medium_is_refused() -> None:
     with pytest.raises(CheckpointError):
         prompt(template=LIST_ONLY.replace("<|image_pad|>", ""))
+
+
+@pytest.mark.parametrize("text", ["Look", "Look: ", "Look:", "Look!\n", "", " ", "3 ", "<", "\u00e9\u4e00 ("])
+@pytest.mark.parametrize("kind", [pb.MEDIA_KIND_VIDEO, pb.MEDIA_KIND_IMAGE])
+def test_a_time_is_tokenised_as_one_with_the_text_before_its_video(text: str, kind: pb.MediaKind.ValueType) -> None:
+    family, video = prompt(), kind == pb.MEDIA_KIND_VIDEO
+    turn = pb.Turn(role=pb.ROLE_USER, parts=[pb.Part(text=text), pb.Part(slot=0)])
+    for asked, said in (
+        (pb.Prompt(plain=pb.PlainPrompt(parts=turn.parts)), text),
+        (pb.Prompt(conversation=pb.Conversation(turns=[turn])), f"user\n{text}"),
+    ):
+        before, slot, *_ = read_prompt(asked, family, 1024, {0: kind}).pieces
+        assert slot == Slot(0) and not isinstance(before, Slot)
+        medium = family.medium("video", [0.25]) if video else []
+        got = [*before, *(i for piece in medium[:1] if isinstance(piece, list) for i in piece[:-1])]
+        expected = TOKENIZER.encode(f"{said}<0.2 seconds>" if video else said)
+        assert got[-len(expected) :] == expected
+        assert len(got) == len(expected) + (asked.WhichOneof("form") == "conversation")
 
 
 # -- ids that a caller wrote -------------------------------------------------------------------------------------------
@@ -210,6 +243,19 @@ def patch(time: str, *, pads: int = 2, pad: int = CONFIG.video_token_id) -> list
 def test_runs_of_video_pads_are_one_video_while_time_goes_on(ids: list[int], media: list[list[int]]) -> None:
     found = [piece.pads for piece in prompt().written(ids) if isinstance(piece, WrittenMedium)]
     assert found == media
+
+
+def test_a_caller_that_writes_another_number_of_pads_than_a_unit_has_is_told_both() -> None:
+    (medium,) = (piece for piece in prompt().written(patch("", pads=6)) if isinstance(piece, WrittenMedium))
+    sized = dpb.DecodeSized(slot=0, revision=1, final=True)
+    unit = sized.units.add(tokens=6, grid=pb.Grid(t=1, h=4, w=6))
+    unit.frames.add()
+    layout = processor().unit_layout
+    assert sized_slot(sized, pb.MEDIA_KIND_VIDEO, prompt(), layout, medium).grids == [(4, 6)]
+    unit.grid.w = 8
+    with pytest.raises(InvalidRequest, match="6 placeholders are written for unit 0, which has 8") as caught:
+        sized_slot(sized, pb.MEDIA_KIND_VIDEO, prompt(), layout, medium)
+    assert caught.value.facts == {"placeholders": 6, "tokens": 8}
 
 
 # -- the rest of the contract ------------------------------------------------------------------------------------------
