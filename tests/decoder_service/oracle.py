@@ -88,7 +88,9 @@ class Oracle(Model):
             sees = boundaries[:, 1] > boundaries[:, 0]
         attention = DenseAttention(1, cross, boundaries.unsqueeze(0))
         ids, positions = torch.tensor(timeline.ids()), torch.from_numpy(timeline.positions())
-        return half.states(ids, positions, sees, torch.arange(rows), attention)
+        last = (half.layers_total,)
+        (states,) = half.states_after(last, ids, positions, sees, torch.arange(rows), attention)
+        return half.normed(states)
 
 
 @dataclass
