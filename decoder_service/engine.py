@@ -76,6 +76,7 @@ class DecoderEngine:
 
     Attributes:
         holdings: who holds what of the two pools.
+        deterministic: as it was asked for.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class DecoderEngine:
         forward: MakeForward = make_forward,
     ) -> None:
         self.half = half
+        self.deterministic = deterministic
         self.processor = processor
         pages = -(-text_tokens // page_size)
         self.pages = PageAllocator(pages, page_size)

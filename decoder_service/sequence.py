@@ -189,6 +189,13 @@ class DecodeSequence:
         """What page number `page` depends on, as `Chain.digest` has it. None for one that shares none."""
         return None if self.apart else self._chain.digest(page, self.timeline, self._keys)
 
+    def digest(self) -> bytes | None:
+        """What all of it depends on, as a page of all its rows would have it, whether or not it shares any. None while
+        it is not laid whole, or while an entry in it is not known."""
+        if not (self.laid_whole and len(self.timeline)):
+            return None
+        return Chain(self._chain.domain, len(self.timeline)).digest(0, self.timeline, self._keys)
+
     # -- attaching -----------------------------------------------------------------------------------------------------
 
     def attach(self, name: UnitName, extent: Extent) -> None:

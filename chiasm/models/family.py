@@ -297,6 +297,8 @@ class DecoderHalf(Protocol):
     heads: int
     kv_heads: int
     head_dim: int
+    width: int
+    """Of a state."""
     vocab_size: int
     max_positions: int
 
@@ -360,7 +362,7 @@ class DecoderHalf(Protocol):
         attention: Attention,
         overlay: Overlay | None = None,
     ) -> Tensor:
-        """`logits` of the `normed` states after the last layer of the rows `logits_at`: (len(logits_at), vocabulary)."""
+        """`logits` of the `normed` states after the last layer: (len(logits_at), vocabulary)."""
         ...
 
 

@@ -85,6 +85,7 @@ class TellingDecoder:
     dtype = torch.float32
     projects = False
     headed = True
+    width = 1
     max_positions = _POSITIONS
 
     def __init__(

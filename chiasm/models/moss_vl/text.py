@@ -83,6 +83,7 @@ class MossVLDecoder(nn.Module):
         self.heads = t.num_attention_heads
         self.kv_heads = t.num_key_value_heads
         self.head_dim = t.head_dim
+        self.width = t.hidden_size
         self.vocab_size = t.vocab_size
         self.max_positions = t.max_position_embeddings
         self.rope = MultimodalRope(t.head_dim, t.rope_theta, t.mrope_section, device=device)

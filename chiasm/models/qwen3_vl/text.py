@@ -40,6 +40,7 @@ class Qwen3VLLayers(nn.Module):
         self.heads = t.num_attention_heads
         self.kv_heads = t.num_key_value_heads
         self.head_dim = t.head_dim
+        self.width = t.hidden_size
         self.vocab_size = t.vocab_size
         self.max_positions = t.max_position_embeddings
         self.taps = config.taps

@@ -1,8 +1,8 @@
 """Qwen3-VL cut after one of its decoder's layers: what others are conditioned on, and no answer.
 
-The checkpoint is a whole Qwen3-VL; how many of its layers are kept is said by whoever opens it (`registry.Model`). Units
-and entries are those of the whole, and so is the encoder half. Importing this package loads no torch; making a half
-does.
+The checkpoint is a whole Qwen3-VL; how many of its layers are kept is said by whoever opens it (`registry.Model`).
+Units and entries are those of the whole, and so is the encoder half. Importing this package loads no torch; making a
+half does.
 """
 
 from __future__ import annotations
