@@ -231,6 +231,8 @@ class LocalService:
             family=family,
             context_limit=self.decoder.context_limit,
             layers=decoder_half.layers_total,
+            generates=decoder_half.headed,
+            embeds=decoder_half.headed,
         )
         root = tenant_root(secrets.token_bytes(32), LOCAL)
         fleet = _OnePair(served, _Encoder(encoder), _Decoder(decoder))
@@ -287,6 +289,20 @@ class LocalService:
                 async for response in responses:
                     yield response
 
+    async def condition(
+        self,
+        request: rpb.ConditionRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.ConditionResponse, None]:
+        """States in their pieces, and the end. Raises as `generate`, and names the model in place as it does."""
+        self._name(request)
+        async with aclosing(self.router.condition(request, timeout=timeout)) as responses:
+            with _as_told(request.request_id):
+                async for response in responses:
+                    yield response
+
     async def estimate(
         self,
         request: rpb.EstimateRequest,
@@ -332,7 +348,9 @@ class LocalService:
     ) -> None:
         """It is ready since it was started."""
 
-    def _name(self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> None:
+    def _name(
+        self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest
+    ) -> None:
         if request.model == self._asked:
             request.model = self.name
 

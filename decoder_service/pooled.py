@@ -30,6 +30,7 @@ class Pooled(Unsampled):
         assert isinstance(outcome, State), "its last row's is taken"
         for part in self._sent(self._vector(outcome)):
             self._tell(states=part)
+        self._end(pb.FINISH_REASON_CLOSED)
 
     def _vector(self, state: State) -> npt.NDArray[np.floating]:
         """(width,), of 32 bits at least."""

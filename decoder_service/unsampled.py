@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from decoder_service.reply import Reply
 from decoder_service.seats import Outcome
@@ -21,7 +20,7 @@ class Unsampled(Reply):
 
     @abstractmethod
     def _tell_outcome(self, outcome: Outcome) -> None:
-        """Tells what the steps have come to."""
+        """Tells what the steps have come to, and its end, unless there is more to do before that."""
 
     @property
     def may_draw(self) -> bool:
@@ -54,4 +53,3 @@ class Unsampled(Reply):
         self._begin(len(self._sequence.timeline))
         self._spared = min(self._sequence.spared, self._prompt_rows)
         self._tell_outcome(outcome)
-        self._end(pb.FINISH_REASON_CLOSED)
