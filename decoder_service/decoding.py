@@ -128,7 +128,7 @@ class Decoding:
                 if self._estimate and self._all_sized():
                     yield await self._told_estimate()
                     return
-                if not self._entered and self._all_sized():
+                if not self._entered and self._all_sized() and (self._closed or not self._wants_all):
                     if await self._find():
                         yield self._told_admitted()
                         continue
@@ -230,6 +230,11 @@ class Decoding:
 
     # -- states of all rows ------------------------------------------------------------------------------------------
 
+    @property
+    def _wants_all(self) -> bool:
+        """The states of all rows are asked for: which those are is known once it is closed."""
+        return isinstance(self._states, Layers)
+
     async def _find(self) -> bool:
         """Waits for room for the states that are asked for, and looks whether they are known: from before, or by
         another call that computes them now. They are looked up where all that is laid is known beforehand; entries of
@@ -239,7 +244,7 @@ class Decoding:
             return False
         rows, half = self._needs().rows, model.engine.half
         await self._held.enter_async_context(model.states_room.hold(asked.bytes_of(rows, half.width, half.dtype)))
-        wanted = self._wanted(layered) if self._closed else None
+        wanted = self._wanted(layered)
         if wanted is None:
             return False
         found = await model.states.find(wanted)

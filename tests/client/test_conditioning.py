@@ -26,7 +26,7 @@ def test_states_of_one_layer_are_one_matrix_and_of_several_are_stacked_in_order(
         several = client.condition("digits", ["Read the digits.", Image(PICTURE)], layers=[3, 1])
         one = client.condition("digits", ["Read the digits.", Image(PICTURE)], layer=1)
         tokens = client.condition("digits", token_ids=[5, 9, 2], layer=1)
-    assert isinstance(several, Conditioning) and several.layers == (3, 1) and one.layers == (1,)
+    assert (type(several), several.layers, one.layers) == (Conditioning, (3, 1), (1,))
     assert several.states.shape == (2, several.usage.prompt_tokens, one.states.shape[1])
     assert (one.states == several.states[1]).all() and one.dtype == "float32" and one.usage.output_tokens == 0
     assert tokens.states.shape[0] == tokens.usage.prompt_tokens == 3, "no template"

@@ -1,5 +1,5 @@
-"""A Qwen3-VL cut after a layer: what of a checkpoint it reads and what it leaves, and the rules of the reference that it
-keeps, each shown by itself. That its states are the reference's is for `tests/oracles/conditioning`."""
+"""A Qwen3-VL cut after a layer: what of a checkpoint it reads and what it leaves, and the rules of the reference that
+it keeps, each shown by itself. That its states are the reference's is for `tests/oracles/conditioning`."""
 
 from __future__ import annotations
 
