@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Attention, Step
+from chiasm.attention.cudnn import cudnn_attention
 from chiasm.models.family import DecoderHalf, Overlay
 
 Ints = npt.NDArray[np.int64]
@@ -113,7 +114,8 @@ class EagerForward:
     def states_after(
         self, layers: Sequence[int], step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
     ) -> list[Tensor]:
-        return self._half.states_after(layers, *self._arguments(step, ids, positions_3n, wanted))
+        with cudnn_attention(self._half.device):
+            return self._half.states_after(layers, *self._arguments(step, ids, positions_3n, wanted))
 
     def normed(self, states_me: Tensor) -> Tensor:
         return self._half.normed(states_me)
