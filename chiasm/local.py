@@ -31,7 +31,7 @@ from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
 from chiasm.rpc.v1 import router_pb2 as rpb
 from decoder_service.engine import DecoderEngine, pool_tokens
-from decoder_service.model import DecoderModel
+from decoder_service.model import STATES_BYTES, DecoderModel
 from decoder_service.servicer import DecoderServicer
 from encoder_service.bounds import MAX_PATCHES
 from encoder_service.engine import EncoderEngine
@@ -60,6 +60,8 @@ class LocalSettings:
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
         form: in which entries pass through the store; by default the plainest that the model has.
+        condition_layers: the decoder is cut after so many layers (`Model`).
+        states_bytes: as `DecoderModel` has it.
     """
 
     device: str = "cpu"
@@ -76,6 +78,8 @@ class LocalSettings:
     attention: AttentionName = "auto"
     deterministic: bool = False
     form: Form | None = None
+    condition_layers: int | None = None
+    states_bytes: int = STATES_BYTES
 
 
 class _Encoder:
@@ -202,10 +206,11 @@ class LocalService:
             engine,
             model.prompt(),
             fingerprint=fingerprint,
-            text_fingerprint=model.checkpoint.text_fingerprint,
+            text_fingerprint=model.text_fingerprint,
             store=self.store,
             workers_secret=workers,
             form=settings.form,
+            states_bytes=settings.states_bytes,
         )
         limits = Limits()
         self.sandbox = Sandbox(workers=settings.media_workers, limits=limits)
@@ -226,6 +231,8 @@ class LocalService:
             family=family,
             context_limit=self.decoder.context_limit,
             layers=decoder_half.layers_total,
+            generates=decoder_half.headed,
+            embeds=decoder_half.headed,
         )
         root = tenant_root(secrets.token_bytes(32), LOCAL)
         fleet = _OnePair(served, _Encoder(encoder), _Decoder(decoder))
@@ -241,7 +248,12 @@ class LocalService:
 
         Raises CheckpointError for one that cannot be served.
         """
-        return await asyncio.to_thread(lambda: cls(open_model(model), settings or LocalSettings(), asked=model))
+        given = settings or LocalSettings()
+
+        def started() -> LocalService:
+            return cls(open_model(model, condition_layers=given.condition_layers), given, asked=model)
+
+        return await asyncio.to_thread(started)
 
     async def generate(
         self,
@@ -273,6 +285,20 @@ class LocalService:
         """A vector in its pieces, and the end. Raises as `generate`, and names the model in place as it does."""
         self._name(request)
         async with aclosing(self.router.embed(request, timeout=timeout)) as responses:
+            with _as_told(request.request_id):
+                async for response in responses:
+                    yield response
+
+    async def condition(
+        self,
+        request: rpb.ConditionRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.ConditionResponse, None]:
+        """States in their pieces, and the end. Raises as `generate`, and names the model in place as it does."""
+        self._name(request)
+        async with aclosing(self.router.condition(request, timeout=timeout)) as responses:
             with _as_told(request.request_id):
                 async for response in responses:
                     yield response
@@ -322,7 +348,9 @@ class LocalService:
     ) -> None:
         """It is ready since it was started."""
 
-    def _name(self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> None:
+    def _name(
+        self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest
+    ) -> None:
         if request.model == self._asked:
             request.model = self.name
 

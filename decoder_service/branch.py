@@ -45,7 +45,7 @@ class Branch:
         self.answer = answer
         self.seat = model.seat(
             sequence,
-            self.answer.drawer,
+            answer.drawer or answer.gathering,
             wake=wake,
             tenant=opened.fairness_key.encode() or opened.tenant_root,
             priority=opened.priority,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import TypeAlias
 
@@ -26,12 +27,15 @@ from decoder_service.emitted import goes_on, read_emitted
 from decoder_service.entries import Entries
 from decoder_service.fitting import Medium, Needs, PromptParts, check_text, context_exceeded, least
 from decoder_service.growth import Growth, broken_order
+from decoder_service.kept_states import Flight, Wanted
+from decoder_service.layered import Layered
 from decoder_service.model import DecoderModel
 from decoder_service.options import read_options
-from decoder_service.pooled import Pooled, read_pooling
+from decoder_service.pooled import Pooled
 from decoder_service.prefix import prompt_digest
 from decoder_service.reply import Reply
 from decoder_service.sequence import DecodeSequence
+from decoder_service.states_asked import Layers, read_states
 
 UNREAD = 64
 """Tokens and responses that a caller may leave unread before its sequence waits for it. Between two tokens nobody then
@@ -52,11 +56,14 @@ class Decoding:
         self._live = opened.sample == dpb.SAMPLE_MODE_WHILE_OPEN
         if self._live and self._options.n > 1:
             raise Unsupported("FEATURE_DISABLED", "n is not served while a timeline grows", facts={"field": "n"})
+        self._root = opened.tenant_root
         self._estimate = opened.sample == dpb.SAMPLE_MODE_ESTIMATE
         self._emitted = read_emitted(opened, self._options, model)
-        self._pooling = read_pooling(opened, model.engine.half.dtype)
+        self._states = read_states(opened, model.engine.half)
         # Tokens of the answer, as far as it is said: those of a timeline that samples nothing are none.
-        self._asked = self._options.max_tokens if self._pooling is None else 0
+        self._asked = self._options.max_tokens if self._states is None else 0
+        self._flight: Flight | None = None  # others wait for its states
+        self._held = AsyncExitStack()  # room for them
         self._kinds = {slot.slot: slot.kind for slot in opened.slots}
         self._items = {slot.slot: slot.item for slot in opened.slots}
         self._facts: dict[int, Callable[[int], MediumFacts]] = {}  # of slots whose own size was told
@@ -76,11 +83,13 @@ class Decoding:
     def _branch(self, sequence: DecodeSequence, number: int = 0) -> Branch:
         model, opened = self._model, self._open
         answer: Reply
-        if self._pooling is None:
+        if self._states is None:
             emitted = self._emitted.get(number, ())
             answer = Answer(model, opened, self._options, sequence, number=number, emitted=emitted)
+        elif isinstance(self._states, Layers):
+            answer = Layered(opened, sequence, self._states)
         else:
-            answer = Pooled(opened, sequence, self._pooling)
+            answer = Pooled(opened, sequence, self._states)
         return Branch(model, opened, answer, sequence, self._entries, wake=self._arrived.ring, ahead=UNREAD // 2)
 
     def run(self, requests: AsyncIterator[dpb.DecodeRequest]) -> AsyncGenerator[dpb.DecodeResponse, None]:
@@ -105,6 +114,11 @@ class Decoding:
                     yield response
                 if self._finished:
                     return
+                if isinstance(layered := self._first.answer, Layered) and layered.states is not None:
+                    async with aclosing(self._send(layered)) as sent:
+                        async for response in sent:
+                            yield response
+                    return
                 if self._inbox:
                     async with self._model.stepping.apart(self._first.seat):
                         told = self._tell()
@@ -116,7 +130,10 @@ class Decoding:
                 if self._estimate and self._all_sized():
                     yield await self._told_estimate()
                     return
-                if not self._entered and self._all_sized():
+                if not self._entered and self._all_sized() and (self._closed or not self._wants_all):
+                    if await self._find():
+                        yield self._told_admitted()
+                        continue
                     await self._enter()
                 if not self._admitted and self._first.seat.admitted:
                     self._admitted = True
@@ -131,6 +148,8 @@ class Decoding:
                     raise broken_order("the caller ended before every unit was handed over")
                 await self._arrived.wait()  # nothing to do until something comes
         finally:
+            if self._flight is not None:
+                self._flight.land(None)  # unless they were computed
             giving_back = asyncio.create_task(self._give_back(reader))
             await ended(giving_back)
             giving_back.result()
@@ -199,6 +218,7 @@ class Decoding:
         if reader is not None:
             reader.cancel()
         try:
+            await self._held.aclose()
             # Whatever becomes of one, the others give back what they hold.
             released = await asyncio.gather(*(branch.release() for branch in self._branches), return_exceptions=True)
             for outcome in released:
@@ -209,6 +229,55 @@ class Decoding:
                 await asyncio.wait([reader])
             messages = [message for message in self._inbox if isinstance(message, dpb.DecodeRequest)]
             await self._entries.close(message.ready.entry for message in messages if message.HasField("ready"))
+
+    # -- states of all rows ------------------------------------------------------------------------------------------
+
+    @property
+    def _wants_all(self) -> bool:
+        """The states of all rows are asked for: which those are is known once it is closed."""
+        return isinstance(self._states, Layers)
+
+    async def _find(self) -> bool:
+        """Waits for room for the states that are asked for, and looks whether they are known: from before, or by
+        another call that computes them now. They are looked up where all that is laid is known beforehand; entries of
+        media that nobody has seen yet are not."""
+        layered, asked, model = self._first.answer, self._states, self._model
+        if not (isinstance(layered, Layered) and isinstance(asked, Layers)):
+            return False
+        rows, half = self._needs().rows, model.engine.half
+        await self._held.enter_async_context(model.states_room.hold(asked.bytes_of(rows, half.width, half.dtype)))
+        wanted = self._wanted(layered)
+        if wanted is None:
+            return False
+        found = await model.states.find(wanted)
+        if isinstance(found, Flight):
+            self._flight = found
+            return False
+        layered.found(found)
+        return True
+
+    def _wanted(self, layered: Layered) -> Wanted | None:
+        """What its states are known by. None while not all of it is known."""
+        digest = self._sequence.digest()
+        if digest is None:
+            return None
+        return Wanted(self._root, digest, len(self._sequence.timeline), layered.layers)
+
+    async def _send(self, layered: Layered) -> AsyncGenerator[dpb.DecodeResponse, None]:
+        """The states, and the end. Nothing is held in the pools meanwhile: a caller may be slow."""
+        assert layered.states is not None, "they are there"
+        if self._flight is not None:
+            self._flight.land(layered.states)
+        computed = self._entered
+        await self._first.release()
+        async with aclosing(layered.parts()) as parts:
+            async for part in parts:
+                yield part
+        if computed and (wanted := self._wanted(layered)) is not None:
+            await self._model.states.keep(wanted, layered.states)
+        layered.finish()
+        for response in self._tell():
+            yield response
 
     def _stuck(self) -> bool:
         """Nothing goes on without the caller."""
@@ -318,7 +387,11 @@ class Decoding:
         return Needs(len(timeline), timeline.counter, timeline.vision_tokens)
 
     def _told_admitted(self) -> dpb.DecodeResponse:
-        names = self._sequence.attached_units()
+        layered = self._first.answer
+        if isinstance(layered, Layered) and layered.states is not None:
+            names = self._sequence.known_units()  # nobody needs any of them
+        else:
+            names = self._sequence.attached_units()
         self._entries.excuse(names)
         held = [pb.UnitRef(slot=name.slot, unit=name.unit) for name in names]
         needs = self._needs()

@@ -33,13 +33,16 @@ class Work(NamedTuple):
 
     Attributes:
         wanted: the rows of which something is.
-        states: it is their states, and not their logits.
+        states: it is their normed states, and not their logits.
+        layers: it is their states after these layers, ascending, as the half computes them. Its rows need not be
+            computed any further.
     """
 
     sequence: DecodeSequence
     rows: int
     wanted: Literal["none", "last", "all"]
     states: bool = False
+    layers: tuple[int, ...] = ()
 
 
 def token_bytes(half: DecoderHalf) -> tuple[int, int]:
@@ -73,6 +76,7 @@ class DecoderEngine:
 
     Attributes:
         holdings: who holds what of the two pools.
+        deterministic: as it was asked for.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class DecoderEngine:
         forward: MakeForward = make_forward,
     ) -> None:
         self.half = half
+        self.deterministic = deterministic
         self.processor = processor
         pages = -(-text_tokens // page_size)
         self.pages = PageAllocator(pages, page_size)
@@ -156,7 +161,7 @@ class DecoderEngine:
     @torch.inference_mode()
     def step(self, batch: Sequence[Work]) -> list[Tensor]:
         """Computes the next rows of several sequences. Returns, for each, (wanted rows, vocabulary) logits, or (wanted
-        rows, width) states, in float32 at least.
+        rows, width) states, in float32 at least; or (layers, wanted rows, width) states as they were computed.
 
         Raises Overloaded if the self pool has no pages for all of them; nothing is then computed, and no page is taken.
         """
@@ -164,23 +169,52 @@ class DecoderEngine:
         step = Step([work.sequence.rows(work.rows) for work in batch])
         ids, positions = _rows(batch)
         wanted, counts = _wanted(batch)
-        if any(work.states for work in batch):
-            found = self._headed(batch, self._forward.states(step, ids, positions, wanted).split(counts))
+        if any(work.states or work.layers for work in batch):
+            found = self._untold(batch, step, ids, positions, wanted, counts)
         else:
             found = list(self._forward(step, ids, positions, wanted).split(counts))
         for work in batch:
             work.sequence.computed += work.rows
         return found
 
-    def _headed(self, batch: Sequence[Work], states: Sequence[Tensor]) -> list[Tensor]:
-        """States of those who want them, and logits of the others, for all of whom the head computes once."""
-        headless = [part for work, part in zip(batch, states, strict=True) if not work.states and len(part)]
-        made = self._forward.logits(torch.cat(headless)).split([len(part) for part in headless]) if headless else ()
-        logits, nothing = iter(made), torch.empty(0, self.half.vocab_size)
-        return [
-            widened(part) if work.states else next(logits) if len(part) else nothing
-            for work, part in zip(batch, states, strict=True)
+    def _untold(
+        self,
+        batch: Sequence[Work],
+        step: Step,
+        ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        wanted: Sequence[int],
+        counts: Sequence[int],
+    ) -> list[Tensor]:
+        """What is wanted of a step of which not only logits are. The layers compute once for all, the norm and the head
+        once for all who want them; behind the last layer that anybody needs nothing is computed."""
+        depth = self.half.layers_total
+        numbers = {number for work in batch for number in work.layers or (depth,)}
+        layers = sorted(numbers)
+        states = self._forward.states_after(layers, step, ids, positions, wanted)
+        after = {number: one.split(counts) for number, one in zip(layers, states, strict=True)}
+        finals = iter(self._normed([after[depth][i] for i, work in enumerate(batch) if not work.layers]))
+        found = [
+            torch.stack([after[number][i] for number in work.layers]) if work.layers else next(finals)
+            for i, work in enumerate(batch)
         ]
+        heads = iter(self._headed([one for one, work in zip(found, batch, strict=True) if _told(work)]))
+        return [
+            next(heads) if _told(work) else one if work.layers else widened(one)
+            for one, work in zip(found, batch, strict=True)
+        ]
+
+    def _normed(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        """(rows, width) after the last layer of several sequences, normed."""
+        if not any(map(len, states)):
+            return states
+        return [*self._forward.normed(torch.cat([*states])).split([*map(len, states)])]
+
+    def _headed(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        """(rows, vocabulary) logits of (rows, width) normed states of several sequences."""
+        if not any(map(len, states)):
+            return [torch.empty(0, self.half.vocab_size) for _ in states]
+        return [*self._forward.logits(torch.cat([*states])).split([*map(len, states)])]
 
     def detach_moved(self, sequence: DecodeSequence) -> list[UnitName]:
         """Frees what is laid elsewhere now. Returns the units among it, which are to be attached anew. Raises as
@@ -190,6 +224,11 @@ class DecoderEngine:
     def release(self, sequence: DecodeSequence) -> None:
         """Gives back everything a sequence holds. May be called twice. Not while it is in a step."""
         self.holdings.release(sequence)
+
+
+def _told(work: Work) -> bool:
+    """Logits are wanted of it, if anything is."""
+    return not (work.states or work.layers)
 
 
 def _fill(pool: Tensor, axis: int, runs: Sequence[Run], tokens: Tensor) -> None:

@@ -8,7 +8,7 @@ whatever else a half computes, it computes row by row or number by number. It kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from chiasm.attention.agreeing import agreeing
 from chiasm.attention.backend import Attention, SequenceRows, Step
 from chiasm.layers.linear import Linear
 from chiasm.layers.mlp import keep_steady
-from chiasm.models.family import DecoderHalf
-from decoder_service.forward import Compute, Ints, overlay_of, widened
+from chiasm.models.family import DecoderHalf, Overlay
+from decoder_service.forward import Ints, overlay_of, widened
 
 SIZES = (16, 32, 64, 128, 256)
 """Rows of a block. Products of 3 rows and fewer, in larger layers of 8 and fewer, give other float32 results than those
@@ -53,25 +53,40 @@ class FixedRows:
         self.sizes = agreeing(SIZES, self._products)
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
-        return widened(self._run(self._half.forward, step, ids, positions_3n, wanted))
+        made = [self._half.forward(*block)[:count] for block, count in self._blocks(step, ids, positions_3n, wanted)]
+        return widened(torch.cat(made))
 
-    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
-        return self._run(self._half.states, step, ids, positions_3n, wanted)
+    def states_after(
+        self, layers: Sequence[int], step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> list[Tensor]:
+        made = [
+            [states[:count] for states in self._half.states_after(layers, *block)]
+            for block, count in self._blocks(step, ids, positions_3n, wanted)
+        ]
+        return [torch.cat(of_layer) for of_layer in zip(*made, strict=True)]
+
+    def normed(self, states_me: Tensor) -> Tensor:
+        return self._padded(self._half.normed, states_me)
 
     def logits(self, states_me: Tensor) -> Tensor:
-        logits = []
-        for some in states_me.split(self.sizes[-1]):
-            padded = torch.cat([some, some[:1].expand(self._enough(len(some)) - len(some), -1)])
-            logits.append(self._half.logits(padded)[: len(some)])
-        return widened(torch.cat(logits))
+        return widened(self._padded(self._half.logits, states_me))
 
     def prepare(self) -> None:
         """Nothing."""
 
-    def _run(
-        self, compute: Compute, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
-    ) -> Tensor:
+    def _padded(self, compute: Callable[[Tensor], Tensor], states_me: Tensor) -> Tensor:
+        """(M, numbers) of (M, width), computed in blocks of fixed sizes."""
         made = []
+        for some in states_me.split(self.sizes[-1]):
+            padded = torch.cat([some, some[:1].expand(self._enough(len(some)) - len(some), -1)])
+            made.append(compute(padded)[: len(some)])
+        return torch.cat(made)
+
+    def _blocks(
+        self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor | None, Tensor, Attention, Overlay | None], int]]:
+        """What the half is given of each block, which is planned, and how many of the rows wanted are in it: what it
+        makes of more is padding."""
         overlaid = step.overlaid()
         for start, stop, size in blocks(step.rows, self.sizes):
             part = rows_of(step, start, stop)
@@ -82,7 +97,7 @@ class FixedRows:
             padded = [*here, *[0] * (self._enough(len(here)) - len(here))]
             device = self._half.device
             self._attention.plan(part)
-            some = compute(
+            arguments = (
                 torch.tensor([ids[row] for row in at], device=device),
                 torch.from_numpy(positions_3n[:, at]).to(device),
                 torch.from_numpy(seen).to(device) if seen.any() else None,
@@ -90,8 +105,7 @@ class FixedRows:
                 self._attention,
                 overlay_of(None if overlaid is None else overlaid[at], self._features),
             )
-            made.append(some[: len(here)])
-        return torch.cat(made)
+            yield arguments, len(here)
 
     def _enough(self, count: int) -> int:
         """The size that so many rows are padded to."""

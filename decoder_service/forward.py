@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from chiasm.attention.backend import Attention, Step
+from chiasm.attention.cudnn import cudnn_attention
 from chiasm.models.family import DecoderHalf, Overlay
 
 Ints = npt.NDArray[np.int64]
@@ -32,12 +33,18 @@ class Forward(Protocol):
         """
         ...
 
-    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
-        """(len(wanted), width) of the states that logits are made of, as the half computes them."""
+    def states_after(
+        self, layers: Sequence[int], step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """(len(wanted), width) after each of some layers, as the half computes them; the layers ascend."""
+        ...
+
+    def normed(self, states_me: Tensor) -> Tensor:
+        """(M, width) after the last layer, normed."""
         ...
 
     def logits(self, states_me: Tensor) -> Tensor:
-        """Those of (M, width) of `states`, as a step that asks for them at once has them."""
+        """Those of (M, width) of `normed`, as a step that asks for them at once has them."""
         ...
 
     def prepare(self) -> None:
@@ -46,7 +53,7 @@ class Forward(Protocol):
 
 
 class Compute(Protocol):
-    """`DecoderHalf.forward` or `DecoderHalf.states`, or what gives the same."""
+    """`DecoderHalf.forward`, or what gives the same."""
 
     def __call__(
         self,
@@ -102,10 +109,16 @@ class EagerForward:
         self._features = features
 
     def __call__(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
-        return widened(self._run(self._compute, step, ids, positions_3n, wanted))
+        return widened(self._compute(*self._arguments(step, ids, positions_3n, wanted)))
 
-    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
-        return self._run(self._half.states, step, ids, positions_3n, wanted)
+    def states_after(
+        self, layers: Sequence[int], step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> list[Tensor]:
+        with cudnn_attention(self._half.device):
+            return self._half.states_after(layers, *self._arguments(step, ids, positions_3n, wanted))
+
+    def normed(self, states_me: Tensor) -> Tensor:
+        return self._half.normed(states_me)
 
     def logits(self, states_me: Tensor) -> Tensor:
         return widened(self._half.logits(states_me))
@@ -113,13 +126,14 @@ class EagerForward:
     def prepare(self) -> None:
         """Nothing."""
 
-    def _run(
-        self, compute: Compute, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
-    ) -> Tensor:
+    def _arguments(
+        self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Attention, Overlay | None]:
+        """What the half is given of a step, which is planned."""
         sees = step.sees()
         device = self._half.device
         self._attention.plan(step)
-        return compute(
+        return (
             torch.tensor(ids, device=device),
             torch.from_numpy(positions_3n).to(device),
             torch.from_numpy(sees).to(device) if sees.any() else None,

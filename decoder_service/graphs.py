@@ -70,8 +70,14 @@ class GraphForward:
                 _log.warning("decode steps are not captured, and slower for it", exc_info=error.__cause__)
         return self._eager(step, ids, positions_3n, wanted)
 
-    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
-        return self._eager.states(step, ids, positions_3n, wanted)  # what is replayed has written its logits
+    def states_after(
+        self, layers: Sequence[int], step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> list[Tensor]:
+        # What is replayed has written its logits.
+        return self._eager.states_after(layers, step, ids, positions_3n, wanted)
+
+    def normed(self, states_me: Tensor) -> Tensor:
+        return self._eager.normed(states_me)
 
     def logits(self, states_me: Tensor) -> Tensor:
         return self._eager.logits(states_me)

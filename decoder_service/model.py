@@ -23,6 +23,7 @@ from decoder_service.drawer import Drawer
 from decoder_service.engine import DecoderEngine, Work
 from decoder_service.fitting import Limits
 from decoder_service.guide import Guides
+from decoder_service.kept_states import KeptStates, StatesRoom
 from decoder_service.prefix import domain_of
 from decoder_service.rejections import Rejections
 from decoder_service.room import Room
@@ -30,7 +31,7 @@ from decoder_service.sampler import Draw, Drawn, draw_rows
 from decoder_service.scheduler import Scheduler
 from decoder_service.seats import Outcome, Plan, Seat
 from decoder_service.sequence import DecodeSequence
-from decoder_service.states import state_of
+from decoder_service.states import Gathering, state_of
 from decoder_service.stepping import Result, Stepping
 
 P = ParamSpec("P")
@@ -38,6 +39,9 @@ R = TypeVar("R")
 
 MAX_ROWS = 512
 """Rows of one step, where nothing else is said."""
+
+STATES_BYTES = 1 << 30
+"""Of states on the host, where nothing else is said."""
 
 MAX_UNITS = 64
 """Units attached in one step, where nothing else is said."""
@@ -47,18 +51,34 @@ LARGE_TEXT = 1 << 16
 
 
 class _Asked(NamedTuple):
-    """Of one sequence in a step. A token is drawn from its last row if it has a drawer, or `state` says that it is
-    taken."""
+    """Of one sequence in a step.
+
+    Attributes:
+        drawer: a token is drawn from its last row.
+        state: the state of that is taken.
+        gathering: the states of all rows are; they are `complete` with them.
+    """
 
     seat: Seat[DecodeSequence]
     rows: int
     drawer: Drawer | None
     state: bool
+    gathering: Gathering | None = None
+    complete: bool = False
 
     @property
     def work(self) -> Work:
+        if self.gathering is not None:
+            return Work(self.seat.sequence, self.rows, "all", layers=self.gathering.layers)
         wanted: Literal["none", "last"] = "last" if self.state or self.drawer is not None else "none"
         return Work(self.seat.sequence, self.rows, wanted, self.state)
+
+    def gathered(self, states_lme: Tensor) -> Outcome:
+        """Takes the states of its rows, which are computed."""
+        assert self.gathering is not None, "nothing else is asked for its states"
+        sequence = self.seat.sequence
+        error = self.gathering.add(sequence.computed - self.rows, states_lme, of=len(sequence.timeline))
+        return error or (self.gathering if self.complete else None)
 
 
 class DecoderModel:
@@ -69,6 +89,7 @@ class DecoderModel:
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_rows, max_units, max_running: as `Scheduler` has them.
         form: of entries that it would have; by default the plainest that there is.
+        states_bytes: of all states that are gathered and sent at a time, at most.
         step: is told of `attach` and `step`, in the device's thread, before a unit is attached or a step computed
             (`chiasm.failpoints`).
 
@@ -76,6 +97,8 @@ class DecoderModel:
         forms: of entries that it attaches, the preferred one first.
         scheduler: who runs next, and who has room.
         rejections: entries that were not believed.
+        states: those of prompts that were asked for before.
+        states_room: for those that are asked for now.
         stepping: the loop that computes it. Tokens are drawn in the device's thread, because a vocabulary is large.
     """
 
@@ -92,6 +115,7 @@ class DecoderModel:
         max_units: int = MAX_UNITS,
         max_running: int | None = None,
         form: Form | None = None,
+        states_bytes: int = STATES_BYTES,
         step: Step = nowhere,
     ) -> None:
         self.engine = engine
@@ -110,12 +134,20 @@ class DecoderModel:
         self.text_capacity = engine.pages.total * engine.pages.page_size
         self.limits = Limits(self.context_limit, self.text_capacity, engine.extents.total)
         self.silence_id = prompt.silence_id
+        self.states_room = StatesRoom(states_bytes)
+        self.states = KeptStates(
+            store,
+            width=engine.half.width,
+            dtype=engine.half.dtype,
+            deterministic=engine.deterministic,
+            workers_secret=workers_secret,
+        )
         self.guides = Guides(prompt, self.vocabulary)
         self.scheduler: Scheduler[DecodeSequence] = Scheduler(
             engine.holdings, max_rows=max_rows, max_units=max_units, max_running=max_running
         )
         self.stepping: Stepping[DecodeSequence] = Stepping(self.scheduler, self._step)
-        self._drawers: dict[DecodeSequence, Drawer | None] = {}
+        self._readers: dict[DecodeSequence, Drawer | Gathering | None] = {}
         self._closed = False
         self._device = PulsedThreads(1, "decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -174,8 +206,10 @@ class DecoderModel:
         return Result(units, outcomes, failed, ended)
 
     def _asked(self, seat: Seat[DecodeSequence], rows: int, *, draws: bool) -> _Asked:
-        drawer = self._drawers[seat.sequence] if draws else None
-        return _Asked(seat, rows, drawer, state=draws and drawer is None)
+        reader = self._readers[seat.sequence]
+        if isinstance(reader, Gathering):
+            return _Asked(seat, rows, None, state=False, gathering=reader, complete=draws)
+        return _Asked(seat, rows, reader if draws else None, state=draws and reader is None)
 
     def _attached(self, work: Callable[[], None]) -> Exception | None:
         """Why a unit was not attached."""
@@ -202,6 +236,8 @@ class DecoderModel:
         for one, row in zip(asked, found, strict=True):
             if one.drawer is not None:
                 outcomes.append(_drew(one.drawer, next(drawn)))
+            elif one.gathering is not None:
+                outcomes.append(one.gathered(row))
             else:
                 outcomes.append(state_of(row[-1]) if one.state else None)
         return outcomes
@@ -222,7 +258,7 @@ class DecoderModel:
     def seat(
         self,
         sequence: DecodeSequence,
-        drawer: Drawer | None,
+        reader: Drawer | Gathering | None,
         *,
         wake: Callable[[], None],
         tenant: bytes,
@@ -232,9 +268,9 @@ class DecoderModel:
         """A place among those who are computed. It ends with `release`.
 
         Args:
-            drawer: draws its tokens; None for one whose last row's state is taken instead.
+            reader: draws its tokens, or takes the states of all its rows; None for one whose last row's state is taken.
         """
-        self._drawers[sequence] = drawer
+        self._readers[sequence] = reader
         return self.scheduler.seat(sequence, wake=wake, tenant=tenant, priority=priority, stops=stops)
 
     def enter(self, seat: Seat[DecodeSequence]) -> None:
@@ -326,7 +362,7 @@ class DecoderModel:
             await self.run(self.engine.holdings.release, seat.sequence, share=seat.error is None)
         finally:
             self.scheduler.leave(seat)
-            self._drawers.pop(seat.sequence, None)
+            self._readers.pop(seat.sequence, None)
         if not self._closed:
             self.freed()
 

@@ -20,6 +20,7 @@ from decoder_service.drawer import Drawer
 from decoder_service.prefix import prompt_digest
 from decoder_service.seats import Outcome
 from decoder_service.sequence import DecodeSequence
+from decoder_service.states import Gathering
 
 
 class Reply(ABC):
@@ -30,12 +31,14 @@ class Reply(ABC):
 
     Attributes:
         drawer: draws its tokens; None for one of which none are drawn.
+        gathering: takes the states of all its rows; None for one of which they are not asked for.
         stops: tokens behind which nothing is drawn before something is appended.
         finished: all was told.
     """
 
     def __init__(self, opened: dpb.DecodeOpen, sequence: DecodeSequence, *, number: int = 0) -> None:
         self.drawer: Drawer | None = None
+        self.gathering: Gathering | None = None
         self.stops: frozenset[int] = frozenset()
         self.finished = False
         self._open = opened

@@ -8,12 +8,13 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from chiasm.fairness import Sharer
 from decoder_service.room import Room
-from decoder_service.states import State
+from decoder_service.states import Gathering, State
 
 S = TypeVar("S", bound=Hashable)
 
-Outcome: TypeAlias = int | State | Exception | None
-"""Of a sequence in a step: the token drawn or the state taken, None where neither was to be, or why it failed."""
+Outcome: TypeAlias = int | State | Gathering | Exception | None
+"""Of a sequence in a step: the token drawn or the state taken, all states once they are gathered, None where none of it
+was to be, or why it failed."""
 
 
 @dataclass(eq=False, slots=True)

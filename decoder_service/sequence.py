@@ -38,6 +38,8 @@ class DecodeSequence:
         computed: rows whose keys and values are in the self pool.
         spared: rows among them that were computed before, by others or for an earlier request.
         attached_tokens: visual tokens it has in the cross pool.
+        apart: every row of it is computed here: it is given no page that others computed, and lends none. Units it
+            shares as any other.
         coming: tokens that will be laid behind it next: its answer's, as far as it is known, or the one that is drawn;
             none where nothing is.
     """
@@ -56,6 +58,7 @@ class DecodeSequence:
         self.spared = 0
         self.attached_tokens = 0
         self.coming = 1
+        self.apart = False
         self._chain = chain or Chain(None, 1)
         self._unit_layout = unit_layout
         self._overlaid = overlaid
@@ -185,8 +188,15 @@ class DecodeSequence:
         return list(self._keys)
 
     def page_digest(self, page: int) -> bytes | None:
-        """What page number `page` depends on, as `Chain.digest` has it."""
-        return self._chain.digest(page, self.timeline, self._keys)
+        """What page number `page` depends on, as `Chain.digest` has it. None for one that shares none."""
+        return None if self.apart else self._chain.digest(page, self.timeline, self._keys)
+
+    def digest(self) -> bytes | None:
+        """What all of it depends on, as a page of all its rows would have it, whether or not it shares any. None while
+        it is not laid whole, or while an entry in it is not known."""
+        if not (self.laid_whole and len(self.timeline)):
+            return None
+        return Chain(self._chain.domain, len(self.timeline)).digest(0, self.timeline, self._keys)
 
     # -- attaching -----------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ _MODES = (
     dpb.SAMPLE_MODE_NEVER,
     dpb.SAMPLE_MODE_ESTIMATE,
 )
+_CUT_MODES = (dpb.SAMPLE_MODE_NEVER, dpb.SAMPLE_MODE_ESTIMATE)
 _DRAWING = (dpb.SAMPLE_MODE_WHEN_CLOSED, dpb.SAMPLE_MODE_WHILE_OPEN)
 
 
@@ -85,7 +86,8 @@ class DecoderServicer(decoder_pb2_grpc.DecoderServicer):
             dtype=wire.dtype_code(engine.half.dtype),
             context_limit=self.model.context_limit,
             layers=engine.half.layers_total,
-            modes=_MODES,
+            modes=_MODES if engine.half.headed else _CUT_MODES,
+            poolings=[dpb.POOLING_NONE, *([dpb.POOLING_LAST] if engine.half.headed else [])],
             vocabulary=self.model.vocabulary,
             text_fingerprint=self.model.text_fingerprint,
         )

@@ -32,7 +32,7 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
     secret = read_secret(settings.workers_secret_file)
     async with crossing(settings, step=process.failpoints.within("store")) as kept:
         device, given = place(settings.device, settings.dtype)
-        model = await asyncio.to_thread(open_model, settings.model)
+        model = await asyncio.to_thread(open_model, settings.model, condition_layers=settings.condition_layers)
         model.name = settings.name or model.name
         dtype = given or model.checkpoint.dtype
         form = await form_for(settings.forms, model, kept, secret=secret, device=device, dtype=dtype)
@@ -41,13 +41,14 @@ async def serve(settings: DecoderSettings, process: Process) -> AsyncIterator[No
             engine,
             model.prompt(),
             fingerprint=fingerprint,
-            text_fingerprint=model.checkpoint.text_fingerprint,
+            text_fingerprint=model.text_fingerprint,
             store=kept.store,
             workers_secret=secret,
             max_rows=settings.max_rows,
             max_units=settings.max_units,
             max_running=settings.max_running,
             form=form,
+            states_bytes=settings.states_bytes,
             step=process.failpoints.within("decoder"),
         )
         try:

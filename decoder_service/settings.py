@@ -47,6 +47,16 @@ class DecoderSettings(WorkerSettings):
         default=False,
         description="logits are the same, bit by bit, whatever else is computed; slower, most so for long prompts",
     )
+    condition_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="keep so many of the decoder's layers and nothing behind them: states are served, answers are not",
+    )
+    states_bytes: ByteSize = Field(
+        default=ByteSize(1 << 30),
+        gt=0,
+        description="of states after layers that are gathered and sent at a time; further requests wait",
+    )
     max_rows: int = Field(default=512, ge=1, description="rows of one step, over all timelines")
     max_units: int = Field(default=64, ge=1, description="visual units attached in one step, over all timelines")
     max_running: int = Field(

@@ -40,7 +40,7 @@ RETRY_SECONDS: Final = 1.0
 """At least, until a refused request may come again."""
 
 
-def cost_of(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> int:
+def cost_of(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest) -> int:
     """Tokens of prompt, media and answers, about."""
     prompt = request.prompt
     ids = sum(len(part.tokens.ids) for part in prompt.plain.parts)
@@ -54,7 +54,7 @@ def _medium(medium: pb.Media) -> int:
     return max(size // BYTES_PER_VISUAL_TOKEN, 1) if size else MEDIUM_TOKENS
 
 
-def check_fits(request: rpb.GenerateRequest | rpb.EmbedRequest, context_limit: int) -> None:
+def check_fits(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest, context_limit: int) -> None:
     """Refuses what no worker can ever run, whatever its text and media come to.
 
     Raises InvalidRequest CONTEXT_LENGTH_EXCEEDED.

@@ -106,7 +106,9 @@ def _pressure(worker: Worker[Any]) -> tuple[int, int]:
     return worker.busyness, worker.cost
 
 
-def affinity_keys(request: rpb.GenerateRequest | rpb.EmbedRequest, tenant_root: bytes) -> list[bytes]:
+def affinity_keys(
+    request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest, tenant_root: bytes
+) -> list[bytes]:
     """What a timeline may have in common with others of its tenant, the largest part first: its media, then the text
     that it begins with."""
     keys = []
@@ -123,7 +125,7 @@ def affinity_keys(request: rpb.GenerateRequest | rpb.EmbedRequest, tenant_root: 
     return keys
 
 
-def _first_text(request: rpb.GenerateRequest | rpb.EmbedRequest) -> bytes:
+def _first_text(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest) -> bytes:
     """At most `TEXT_CHUNK` bytes, up to the first medium."""
     text = b""
     turns = request.prompt.conversation.turns

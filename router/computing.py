@@ -7,7 +7,7 @@ told the timeline as it is known, in an attempt of its own (`router.attempt`). T
 messages, never tensors.
 
 What a decoder answers, and what of it the client is told, is for those who stand on it: tokens (`router.coordinator`),
-or a vector (`router.embedding`).
+a vector (`router.embedding`), or states (`router.conditioning`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Computing(Work, Generic[E]):
 
     def __init__(
         self,
-        request: rpb.GenerateRequest | rpb.EmbedRequest,
+        request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest,
         sources: Sequence[Source],
         fleet: Fleet,
         model: Served,

@@ -18,6 +18,7 @@ from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from chiasm.rpc.v1 import router_pb2 as rpb
 from router.circuit import Circuit
 
 Form: TypeAlias = pb.EntryForm.ValueType
@@ -202,6 +203,23 @@ def speaks_as(decoder: DecoderWorker, model: Served) -> bool:
     return model.text_fingerprint in (b"", decoder.text_fingerprints.get(model.name, b""))
 
 
+def does(said: dpb.DecoderModel, operation: rpb.Operation.ValueType, after: int = 0) -> bool:
+    """Whether a decoder serves that by what it says of itself. One that names no mode draws answers, and one that names
+    no pooling makes vectors: earlier releases said no more.
+
+    Args:
+        after: the last layer after which states are asked for.
+    """
+    states = dpb.SAMPLE_MODE_NEVER in said.modes
+    if operation == rpb.OPERATION_GENERATE:
+        return not said.modes or dpb.SAMPLE_MODE_WHEN_CLOSED in said.modes
+    if operation == rpb.OPERATION_EMBED:
+        return states and (not said.poolings or dpb.POOLING_LAST in said.poolings)
+    if operation == rpb.OPERATION_CONDITION:
+        return states and dpb.POOLING_NONE in said.poolings and after <= said.layers
+    return True
+
+
 def common_form(encoder: EncoderWorker, decoder: DecoderWorker, model: str) -> Form | None:
     """The form in which a pair hands over entries of a model: the first of the decoder's that the encoder makes. None
     if there is none."""
@@ -220,7 +238,10 @@ class Served:
         ready: whether an encoder and a decoder that fit could take a request now.
         text_fingerprint: of what shapes tokens beside the entries, where an answer has begun and only a decoder of an
             equal one may go on with it. Empty: any may.
-        embeds: whether its decoders tell states.
+        generates, embeds, conditions: whether there are decoders that draw answers, make vectors, tell states after
+            layers.
+        asked: what a decoder must do to be chosen. Unspecified: nothing.
+        after: the last layer after which states are asked for.
     """
 
     name: str
@@ -230,7 +251,11 @@ class Served:
     layers: int
     ready: bool = True
     text_fingerprint: bytes = b""
+    generates: bool = True
     embeds: bool = True
+    conditions: bool = True
+    asked: rpb.Operation.ValueType = rpb.OPERATION_UNSPECIFIED
+    after: int = 0
 
 
 class Fleet(Protocol):
@@ -248,8 +273,8 @@ class Fleet(Protocol):
         ...
 
     async def decoder(self, model: Served, *, keys: Sequence[bytes] = ()) -> DecoderWorker:
-        """A decoder for one timeline, of the model's text fingerprint if it names one. Waits a while for one, if there
-        is none at the moment.
+        """A decoder for one timeline, of the model's text fingerprint if it names one, that does what is `asked`.
+        Waits a while for one, if there is none at the moment.
 
         Args:
             keys: what it has in common with others (`choice.affinity_keys`): the one that had those last is preferred.

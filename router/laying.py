@@ -13,7 +13,8 @@ from router.encoding import Encoding
 
 
 def laid(
-    request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest, media: Sequence[Encoding]
+    request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest,
+    media: Sequence[Encoding],
 ) -> dpb.DecodeOpen:
     """The timeline of a request, whatever is asked about it."""
     slots = [dpb.Slot(slot=m.slot, kind=request.media[m.slot].kind, item=m.item) for m in media]
@@ -29,7 +30,9 @@ def opened(request: rpb.GenerateRequest, media: Sequence[Encoding], *, seed: int
     return open_
 
 
-async def computed(request: rpb.GenerateRequest | rpb.EmbedRequest, media: Sequence[Encoding]) -> list[bytes]:
+async def computed(
+    request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest, media: Sequence[Encoding]
+) -> list[bytes]:
     """What a decoder is given to compute, as far as that could be what ends it."""
     sampling = pb.SamplingParams()
     if isinstance(request, rpb.GenerateRequest):

@@ -19,6 +19,7 @@ from chiasm.errors import Unavailable
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import decoder_pb2 as dpb
 from chiasm.rpc.v1 import encoder_pb2 as epb
+from chiasm.rpc.v1 import router_pb2 as rpb
 from router.choice import Affinity, choose_decoder, choose_encoder
 from router.fleet import (
     DecoderCalls,
@@ -28,6 +29,7 @@ from router.fleet import (
     Form,
     Served,
     common_form,
+    does,
     speaks_as,
 )
 from router.member import Member, Members
@@ -142,19 +144,14 @@ class MemberFleet:
     # -- membership --------------------------------------------------------------------------------------------------
 
     def _pairs(self) -> dict[str, Served]:
-        pairs = {}
+        pairs: dict[str, Served] = {}
         for worker, info in self._decoders.up():
             for model in info.models:
-                served = Served(
-                    model.name,
-                    model.fingerprint,
-                    model.family,
-                    model.context_limit,
-                    model.layers,
-                    embeds=dpb.SAMPLE_MODE_NEVER in model.modes,
-                )
+                served = _served(model)
                 if self._encoders_of(served, worker):
-                    pairs[model.name] = served
+                    before = pairs.get(model.name)
+                    same = before is not None and before.fingerprint == served.fingerprint
+                    pairs[model.name] = _together(before, served) if before is not None and same else served
         return pairs
 
     def _encoders_of(self, model: Served, decoder: DecoderWorker) -> list[EncoderWorker]:
@@ -234,8 +231,37 @@ class MemberFleet:
         await self._decoders.look_up(lambda _: self._membership.targets("decoder"))
 
 
+def _served(model: dpb.DecoderModel) -> Served:
+    return Served(
+        model.name,
+        model.fingerprint,
+        model.family,
+        model.context_limit,
+        model.layers,
+        generates=does(model, rpb.OPERATION_GENERATE),
+        embeds=does(model, rpb.OPERATION_EMBED),
+        conditions=does(model, rpb.OPERATION_CONDITION),
+    )
+
+
+def _together(one: Served, other: Served) -> Served:
+    """What two decoders of one model serve: one of them may be cut."""
+    whole = max(one, other, key=lambda served: served.layers)
+    return replace(
+        whole,
+        generates=one.generates or other.generates,
+        embeds=one.embeds or other.embeds,
+        conditions=one.conditions or other.conditions,
+    )
+
+
 def _serves(info: epb.EncoderInfoResponse | dpb.DecoderInfoResponse, model: Served) -> bool:
-    return any((m.name, m.fingerprint) == (model.name, model.fingerprint) for m in info.models)
+    """Of a decoder: and does what is asked."""
+    return any(
+        (m.name, m.fingerprint) == (model.name, model.fingerprint)
+        and (not isinstance(m, dpb.DecoderModel) or does(m, model.asked, model.after))
+        for m in info.models
+    )
 
 
 def _name(form: Form) -> str:

@@ -25,6 +25,9 @@ MAX_MEDIA = 256
 MAX_TURNS = 1024
 MAX_PARTS = 4096
 MAX_TOKENS = 1 << 19
+MAX_LAYERS = 64
+"""That one request may ask for."""
+
 MAX_PRIORITY = 100
 MAX_MIME = 255
 """Characters of a mime type. RFC 6838 allows 127 on either side of its stroke."""
@@ -69,12 +72,38 @@ def check_embed(request: rpb.EmbedRequest) -> None:
     check_label(request.request_id)
     _check_counts(request)
     _refuse(request, ("adapter", "budget"))
-    if request.dtype not in (pb.DTYPE_UNSPECIFIED, *NUMBER_BYTES):
-        known = request.dtype in pb.Dtype.values()
-        shown = pb.Dtype.Name(request.dtype).removeprefix("DTYPE_").lower() if known else f"dtype {request.dtype}"
-        raise Unsupported("FEATURE_DISABLED", f"embeddings are not sent as {shown}", facts={"field": "dtype"})
+    _check_dtype(request.dtype, "embeddings")
     _no_unknown_fields(request, "")
     _check_media(request.prompt, request.media)
+
+
+def check_condition(request: rpb.ConditionRequest) -> None:
+    """Raises as `check_generate` does. Whether there are such layers is for `check_layers`."""
+    check_label(request.request_id)
+    _check_count("layers", len(request.layers), MAX_LAYERS)
+    _check_counts(request)
+    _refuse(request, ("adapter", "budget"))
+    _check_dtype(request.dtype, "states")
+    if not request.layers:
+        raise InvalidRequest("FIELD_MISSING", "no layer is named", facts={"field": "layers"})
+    if len(set(request.layers)) < len(request.layers):
+        raise InvalidRequest.out_of_range("layers", len(request.layers), "each layer once", "layers")
+    _no_unknown_fields(request, "")
+    _check_media(request.prompt, request.media)
+
+
+def check_layers(request: rpb.ConditionRequest, depth: int) -> None:
+    """Raises InvalidRequest FIELD_OUT_OF_RANGE, with both numbers, for a layer that a decoder of so many has not."""
+    for number in request.layers:
+        if not 1 <= number <= depth:
+            raise InvalidRequest.out_of_range("layers", number, f"1 to {depth}", "layers")
+
+
+def _check_dtype(dtype: pb.Dtype.ValueType, what: str) -> None:
+    if dtype not in (pb.DTYPE_UNSPECIFIED, *NUMBER_BYTES):
+        known = dtype in pb.Dtype.values()
+        shown = pb.Dtype.Name(dtype).removeprefix("DTYPE_").lower() if known else f"dtype {dtype}"
+        raise Unsupported("FEATURE_DISABLED", f"{what} are not sent as {shown}", facts={"field": "dtype"})
 
 
 def check_estimate(request: rpb.EstimateRequest) -> None:
@@ -86,7 +115,9 @@ def check_estimate(request: rpb.EstimateRequest) -> None:
     _check_media(request.prompt, request.media)
 
 
-def _refuse(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest, fields: Sequence[str]) -> None:
+def _refuse(
+    request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest, fields: Sequence[str]
+) -> None:
     """Refuses what this release does not serve, by name."""
     said = {field.name for field, _ in request.ListFields()}
     for name in fields:
@@ -94,7 +125,7 @@ def _refuse(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateReques
             raise Unsupported("FEATURE_DISABLED", f"{name} is not served", facts={"field": name})
 
 
-def _check_counts(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest) -> None:
+def _check_counts(request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest) -> None:
     """Bounds every list before anything walks along it: two bytes of a message are an element of one, and millions of
     them would hold up everybody else's streams."""
     turns, plain = request.prompt.conversation.turns, request.prompt.plain.parts

@@ -16,7 +16,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
@@ -28,13 +28,22 @@ from chiasm.rpc.v1 import router_pb2 as rpb
 from chiasm.rpc.v1 import router_pb2_grpc
 from router.admission import Admission, AdmissionLimits, check_fits, cost_of
 from router.computing import Computing
+from router.conditioning import Conditioning
 from router.coordinator import Coordinator
 from router.embedding import Embedding
 from router.estimate import Estimating
 from router.fleet import Fleet, Served
 from router.meter import Meter, Telling
 from router.quarantine import SECONDS, Quarantine
-from router.request import check_embed, check_estimate, check_generate, check_label, item_paths
+from router.request import (
+    check_condition,
+    check_embed,
+    check_estimate,
+    check_generate,
+    check_label,
+    check_layers,
+    item_paths,
+)
 from router.resume_token import Resumable, ResumeTokens, refused, request_digest
 from router.sources import Sources, until
 from router.spread import Spread
@@ -138,6 +147,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             with self.admission.admit(tenant, cost_of(request), seconds=left, waits=begins) as admitted:
                 model = await self._find(request.model, deadline)
                 check_fits(request, model.context_limit)
+                model = _asked_for(model, rpb.OPERATION_GENERATE)
                 if resumed is not None:
                     said["resumes"] = resumed.label
                     model = replace(model, fingerprint=resumed.fingerprint)  # there may be several under one name
@@ -167,10 +177,36 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             with self.admission.admit(tenant, cost_of(request), seconds=left) as admitted:
                 model = await self._find(request.model, deadline)
                 check_fits(request, model.context_limit)
-                if not model.embeds:
-                    raise Unsupported("OPERATION_UNSUPPORTED", f"the decoders of {model.name} tell no states")
+                model = _asked_for(model, rpb.OPERATION_EMBED)
                 async with self._sources(request, tenant, deadline) as sources:
                     make = partial(Embedding, request, sources, self.fleet)
+                    async with aclosing(self._served(make, request, model, tenant, deadline, said)) as events:
+                        async for event in events:
+                            admitted.began()
+                            yield event
+
+    async def condition(
+        self,
+        request: rpb.ConditionRequest,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - it is the deadline of the call
+        tenant: Tenant | None = None,
+    ) -> AsyncGenerator[rpb.ConditionResponse, None]:
+        """The states in their pieces as they come, behind the beginning, and the end. Arguments and errors are those of
+        `generate`."""
+        label = request.request_id or new_label()
+        with self._told("condition", label) as (said, _):
+            deadline = self._deadline(timeout)
+            check_condition(request)
+            tenant = tenant or self.local
+            left = deadline - time.monotonic()
+            with self.admission.admit(tenant, cost_of(request), seconds=left) as admitted:
+                model = await self._find(request.model, deadline)
+                check_fits(request, model.context_limit)
+                model = _asked_for(model, rpb.OPERATION_CONDITION, after=max(request.layers))
+                check_layers(request, model.layers)
+                async with self._sources(request, tenant, deadline) as sources:
+                    make = partial(Conditioning, request, sources, self.fleet)
                     async with aclosing(self._served(make, request, model, tenant, deadline, said)) as events:
                         async for event in events:
                             admitted.began()
@@ -179,7 +215,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def _served(
         self,
         make: Callable[..., Computing[E]],
-        request: rpb.GenerateRequest | rpb.EmbedRequest,
+        request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest,
         model: Served,
         tenant: Tenant,
         deadline: float,
@@ -214,8 +250,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             except Unavailable as error:
                 if error.reason != "MODEL_REPLACED" or work.begun or not again:
                     raise
-                model = await self._find(request.model, deadline)
-                check_fits(request, model.context_limit)
+                found = await self._find(request.model, deadline)
+                check_fits(request, found.context_limit)
+                if isinstance(request, rpb.ConditionRequest):
+                    check_layers(request, found.layers)
+                model = _asked_for(found, model.asked, after=model.after)
 
     async def estimate(
         self,
@@ -261,7 +300,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             rpb.Model(
                 name=name,
                 family=served.family,
-                operations=[rpb.OPERATION_GENERATE, *([rpb.OPERATION_EMBED] if served.embeds else [])],
+                operations=_operations(served),
                 media_kinds=[pb.MEDIA_KIND_IMAGE, pb.MEDIA_KIND_VIDEO],
                 context_limit=served.context_limit,
                 layers=served.layers,
@@ -288,6 +327,15 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         with _named(context, request.request_id) as request.request_id:
             tenant = self._tenant(context)
             async with aclosing(self.embed(request, timeout=context.time_remaining(), tenant=tenant)) as events:
+                async for event in events:
+                    await self._write(event, context)
+
+    async def Condition(  # type: ignore[override]  # as `Generate`
+        self, request: rpb.ConditionRequest, context: Any
+    ) -> None:
+        with _named(context, request.request_id) as request.request_id:
+            tenant = self._tenant(context)
+            async with aclosing(self.condition(request, timeout=context.time_remaining(), tenant=tenant)) as events:
                 async for event in events:
                     await self._write(event, context)
 
@@ -377,10 +425,34 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         return self._tenant_of(dict(context.invocation_metadata() or ()))
 
     def _sources(
-        self, request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.EstimateRequest, tenant: Tenant, deadline: float
+        self,
+        request: rpb.GenerateRequest | rpb.EmbedRequest | rpb.ConditionRequest | rpb.EstimateRequest,
+        tenant: Tenant,
+        deadline: float,
     ) -> Sources:
         items = item_paths(request.prompt, len(request.media))
         return Sources(self.uploads, tenant.root, request.media, items, deadline)
+
+
+_DONE: Final[Mapping[rpb.Operation.ValueType, tuple[Callable[[Served], bool], str]]] = {
+    rpb.OPERATION_GENERATE: (lambda served: served.generates, "draw no answers"),
+    rpb.OPERATION_CONDITION: (lambda served: served.conditions, "tell no states after layers"),
+    rpb.OPERATION_EMBED: (lambda served: served.embeds, "make no vectors"),
+}
+"""By operation, whether the decoders of a model serve it, and what is said of those that do not."""
+
+
+def _operations(served: Served) -> list[rpb.Operation.ValueType]:
+    return [operation for operation, (serves, _) in _DONE.items() if serves(served)]
+
+
+def _asked_for(model: Served, operation: rpb.Operation.ValueType, *, after: int = 0) -> Served:
+    """The model, whose decoders are chosen from those that serve an operation. Raises Unsupported OPERATION_UNSUPPORTED
+    if none does."""
+    serves, otherwise = _DONE[operation]
+    if not serves(model):
+        raise Unsupported("OPERATION_UNSUPPORTED", f"the decoders of {model.name} {otherwise}")
+    return replace(model, asked=operation, after=after)
 
 
 def new_label() -> str:

@@ -128,6 +128,14 @@ def serve(
             help="What the cache holds of a frame. Default: keys and values or states, as is measured to be quicker.",
         ),
     ] = None,
+    condition_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Keeps so many of the decoder's layers: states after them are served, answers are not.",
+        ),
+    ] = None,
     arena_bytes: Annotated[
         int | None,
         typer.Option(
@@ -214,6 +222,7 @@ def serve(
             device=device,
             dtype=dtype.value if dtype else None,
             form=form.value if form else None,
+            condition_layers=condition_layers,
             arena_bytes=arena_bytes,
             cache_tenant_bytes=cache_tenant_bytes,
             cache_ttl=cache_ttl,

@@ -43,6 +43,7 @@ class Options:
         http: `HOST:PORT` of the router's `/metrics`, `/healthz` and `/readyz`; None for none.
         device, dtype: where the workers compute, and in what; None is for each device its usual.
         form: of entries that decoders ask for; None lets them measure and agree.
+        condition_layers: decoders keep so many layers and tell states alone; None for whole ones.
         arena_bytes: None for a share of what is free.
         cache_tenant_bytes: what the entries of one tenant may take of the arena; None for all.
         cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
@@ -59,6 +60,7 @@ class Options:
     device: str = "cpu"
     dtype: str | None = None
     form: str | None = None
+    condition_layers: int | None = None
     arena_bytes: int | None = None
     cache_tenant_bytes: int | None = None
     cache_ttl: float | None = None
@@ -174,6 +176,7 @@ def _worker_flags(options: Options, kind: str, secret: Path) -> dict[str, str]:
         "--cache-tenant-bytes": options.cache_tenant_bytes,
         "--cache-ttl": options.cache_ttl,
         "--forms": options.form if kind == "decoder" else None,
+        "--condition-layers": options.condition_layers if kind == "decoder" else None,
     }
     return {
         "--model": str(options.folder),

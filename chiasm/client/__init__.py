@@ -11,6 +11,7 @@ from chiasm.client.async_client import AsyncClient
 from chiasm.client.client import Client
 from chiasm.client.connection import TLS
 from chiasm.client.events import (
+    Conditioning,
     Embedding,
     Estimate,
     Event,
@@ -37,6 +38,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "Client",
+    "Conditioning",
     "Content",
     "Embedding",
     "Estimate",

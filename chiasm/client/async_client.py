@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from chiasm.client import checks, convert, reading
 from chiasm.client.attempts import MAX_RESUMES, RESUME_TIMEOUT, Patience
@@ -20,14 +20,15 @@ from chiasm.client.call import within
 from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey, Headers, check_targets, remote
 from chiasm.client.convert import INLINE_BYTES, Outgoing
 from chiasm.client.defaults import IDLE_TIMEOUT, IN_SAMPLING, OF_CLIENT, TIMEOUT, Defaults, Link, label_of
-from chiasm.client.events import Embedding, Estimate, Generation, ModelInfo
+from chiasm.client.events import Conditioning, Embedding, Estimate, Generation, ModelInfo, StatesDtype
 from chiasm.client.keywords import known_keywords
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
 from chiasm.client.sending import send, sending
 from chiasm.client.stream import AsyncGenerationStream, whole
 from chiasm.client.transport import Metadata, Opener, Transport, in_process
-from chiasm.client.types import Content, Message, ResumePoint, SamplingParams, prompt_of
+from chiasm.client.types import Content, Message, ResumePoint, SamplingParams, plain_prompt_of, prompt_of
 from chiasm.client.upload import Upload
+from chiasm.errors import InvalidRequest
 from chiasm.rpc.limits import MAX_SECONDS
 from chiasm.rpc.v1.router_pb2 import (
     EmbedResponse,
@@ -326,6 +327,65 @@ class AsyncClient:
 
         label = ready.request.request_id
         return reading.to_embedding(await self._ask(ask, timeout, label), label)
+
+    @known_keywords({"input": "content", "output_hidden_states": "layers", "layer_index": "layer"})
+    async def condition(
+        self,
+        model: str,
+        content: Content | None = None,
+        *,
+        layer: int | None = None,
+        layers: Sequence[int] | None = None,
+        token_ids: Sequence[int] | None = None,
+        media: Sequence[Medium] | None = None,
+        into: Literal["numpy", "torch"] = "numpy",
+        dtype: StatesDtype = "float32",
+        timeout: float | EllipsisType | None = ...,  # noqa: ASYNC109 - the server is told it as well
+        request_id: str | None = None,
+    ) -> Conditioning:
+        """The states of all tokens of a prompt after chosen layers of the model's decoder: what other models are
+        conditioned on. No template is laid: the parts of `content` follow one another as they are.
+
+        Args:
+            layer: after which one, counted from 1.
+            layers: after which ones, each once. Exactly one of the two is given.
+            into: what they come as. "torch" loads torch, which needs to be installed.
+            dtype: in which they are sent.
+
+        Further arguments and errors are those of `generate`; cancelling the task cancels the request. Raises TypeError
+        unless one of `layer` and `layers` is given, InvalidRequest FIELD_OUT_OF_RANGE for layers that are none,
+        Unavailable DECODER_LOST where that happened while they were sent: they may be asked for again.
+        """
+        if (layer is None) == (layers is None):
+            raise TypeError("give one of layer= and layers=")
+        if into not in ("numpy", "torch"):
+            raise InvalidRequest.out_of_range("into", str(into), "numpy or torch")
+        if into == "torch":
+            await asyncio.to_thread(reading.torch_there)  # before anything is sent
+        numbers = [layer] if layer is not None else [*(layers or ())]
+        prompt = plain_prompt_of(content, token_ids, media)
+        outgoing = partial(
+            convert.to_condition,
+            model,
+            prompt,
+            request_id=label_of(request_id),
+            layers=numbers,
+            dtype=dtype,
+            inline=self._defaults.inline,
+        )
+        ready = await asyncio.to_thread(outgoing)
+
+        async def ask(transport: Transport, left: float | None, metadata: Metadata) -> reading.StatesReader:
+            reader = reading.StatesReader(numbers, dtype, alone=layer is not None)
+            call = transport.condition(ready.request, timeout=left, metadata=metadata)
+            async with sending(transport, ready.uploads, left, metadata), aclosing(call) as responses:
+                async for response in responses:
+                    reader.read(response)
+            return reader
+
+        label = ready.request.request_id
+        reader = await self._ask(ask, timeout, label)
+        return await asyncio.to_thread(reader.whole, label, into)
 
     @known_keywords()
     async def estimate(

@@ -6,14 +6,14 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from chiasm.client import convert
 from chiasm.client.async_client import AsyncClient
 from chiasm.client.attempts import MAX_RESUMES, RESUME_TIMEOUT
 from chiasm.client.connection import CONNECT_TIMEOUT, MAX_RETRIES, TLS, ApiKey
 from chiasm.client.defaults import IDLE_TIMEOUT, IN_SAMPLING, OF_CLIENT, TIMEOUT, label_of
-from chiasm.client.events import Embedding, Estimate, Generation, ModelInfo
+from chiasm.client.events import Conditioning, Embedding, Estimate, Generation, ModelInfo, StatesDtype
 from chiasm.client.keywords import known_keywords
 from chiasm.client.loop import LoopThread
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
@@ -214,6 +214,38 @@ class Client:
                 token_ids=token_ids,
                 media=media,
                 normalize=normalize,
+                timeout=timeout,
+                request_id=request_id,
+            )
+        )
+
+    @known_keywords({"input": "content", "output_hidden_states": "layers", "layer_index": "layer"})
+    def condition(
+        self,
+        model: str,
+        content: Content | None = None,
+        *,
+        layer: int | None = None,
+        layers: Sequence[int] | None = None,
+        token_ids: Sequence[int] | None = None,
+        media: Sequence[Medium] | None = None,
+        into: Literal["numpy", "torch"] = "numpy",
+        dtype: StatesDtype = "float32",
+        timeout: float | EllipsisType | None = ...,
+        request_id: str | None = None,
+    ) -> Conditioning:
+        """The states of all tokens of a prompt after chosen layers. As `AsyncClient.condition`; Ctrl-C cancels the
+        request."""
+        return self._loop.run(
+            self._client.condition(
+                model,
+                content,
+                layer=layer,
+                layers=layers,
+                token_ids=token_ids,
+                media=media,
+                into=into,
+                dtype=dtype,
                 timeout=timeout,
                 request_id=request_id,
             )

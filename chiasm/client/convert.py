@@ -6,15 +6,16 @@ A fault names its place as `messages[0].content[2]`, or `media[2]` beside token 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
 from chiasm.client import checks
+from chiasm.client.events import StatesDtype
 from chiasm.client.media import Frames, Handle, Image, Medium, Video
 from chiasm.client.pixels import Raw, check_bytes, encoded, size_of
-from chiasm.client.types import Message, Prompt, ResumePoint, Role, SamplingParams, TokenPrompt, parts_of
+from chiasm.client.types import Message, PlainPrompt, Prompt, ResumePoint, Role, SamplingParams, TokenPrompt, parts_of
 from chiasm.client.upload import Upload, frame_list, raw_layout
 from chiasm.errors import InvalidRequest
 from chiasm.rpc.limits import MEDIA_BYTES, MIB, TEXT_BYTES
@@ -34,6 +35,11 @@ _ROLES: dict[Role, pb.Role.ValueType] = {
     "user": pb.ROLE_USER,
     "assistant": pb.ROLE_ASSISTANT,
 }
+_STATES_DTYPES: dict[StatesDtype, pb.Dtype.ValueType] = {
+    "float32": pb.DTYPE_FLOAT32,
+    "bfloat16": pb.DTYPE_BFLOAT16,
+    "float16": pb.DTYPE_FLOAT16,
+}
 _OPTIONS = (
     "temperature",
     "top_p",
@@ -50,7 +56,7 @@ _OPTIONS = (
 
 _REQUEST_ID = re.compile(r"[ -~]{1,128}")
 
-R = TypeVar("R", rpb.GenerateRequest, rpb.EmbedRequest, rpb.EstimateRequest)
+R = TypeVar("R", rpb.GenerateRequest, rpb.EmbedRequest, rpb.ConditionRequest, rpb.EstimateRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,26 @@ def to_embed(
     return _filled(request, model, prompt, request_id, inline)
 
 
+def to_condition(
+    model: str,
+    prompt: Prompt,
+    *,
+    request_id: str,
+    layers: Sequence[int],
+    dtype: StatesDtype = "float32",
+    inline: int | None = None,
+) -> Outgoing[rpb.ConditionRequest]:
+    """As `to_generate`, for states after layers. Raises InvalidRequest FIELD_OUT_OF_RANGE too for no layers, for one
+    that is named twice or is none, and for a type in which states are not sent."""
+    numbers = [checks.whole("layers", layer, 1, 2**32 - 1) for layer in layers]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise InvalidRequest.out_of_range("layers", len(numbers), "at least one, each once")
+    if dtype not in _STATES_DTYPES:
+        raise InvalidRequest.out_of_range("dtype", str(dtype), f"one of {', '.join(_STATES_DTYPES)}")
+    request = rpb.ConditionRequest(layers=[n for n in numbers if n is not None], dtype=_STATES_DTYPES[dtype])
+    return _filled(request, model, prompt, request_id, inline)
+
+
 def to_estimate_request(
     model: str, prompt: Prompt, *, request_id: str, inline: int | None = None
 ) -> Outgoing[rpb.EstimateRequest]:
@@ -173,8 +199,20 @@ def _lay(message: pb.Prompt, prompt: Prompt) -> Iterator[tuple[str, Medium]]:
         message.plain.parts.add(tokens=pb.TokenRun(ids=prompt.ids, pads_bind_slots=bool(prompt.media)))
         yield from ((f"media[{i}]", medium) for i, medium in enumerate(prompt.media))
         return
-    _check_order(prompt)
     slot = 0
+    if isinstance(prompt, PlainPrompt):
+        if all(part == "" for part in prompt.parts):
+            raise _empty()
+        for i, part in enumerate(prompt.parts):
+            if isinstance(part, str):
+                _check_text(part, f"parts[{i}]")
+                message.plain.parts.add(text=part)
+                continue
+            message.plain.parts.add(slot=slot)
+            slot += 1
+            yield f"parts[{i}]", part
+        return
+    _check_order(prompt)
     for i, said in enumerate(prompt):
         turn = message.conversation.turns.add(role=_ROLES[said.role])
         for j, part in enumerate(parts_of(said.content)):
@@ -208,7 +246,8 @@ def _empty() -> InvalidRequest:
 
 
 def _check_text_size(prompt: pb.Prompt) -> None:
-    size = sum(len(part.text.encode()) for turn in prompt.conversation.turns for part in turn.parts)
+    said = [prompt.plain.parts, *(turn.parts for turn in prompt.conversation.turns)]
+    size = sum(len(part.text.encode()) for parts in said for part in parts)
     if size > TEXT_BYTES:
         raise InvalidRequest(
             "TEXT_TOO_LARGE",

@@ -6,7 +6,7 @@ Frozen values without behaviour; they know nothing of where they came from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -214,6 +214,30 @@ class Embedding:
     """
 
     vector: npt.NDArray[np.float32]
+    usage: Usage
+    times: StageTimes
+    request_id: str
+
+
+StatesDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""In which type states are sent."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Conditioning:
+    """The states of a prompt's tokens after layers of the model's decoder, before any norm.
+
+    Attributes:
+        states: (tokens, width) after the one layer of `layer=`, or (layers, tokens, width) of `layers=` in their order.
+            An array, or a torch.Tensor where it was asked for `into="torch"`.
+        layers: after which they are.
+        dtype: in which they were sent. NumPy has no bfloat16: an array of them holds their bits, as uint16.
+        usage: `output_tokens` is 0. `cached_prompt_tokens` are all where the states were known from before.
+    """
+
+    states: Any
+    layers: tuple[int, ...]
+    dtype: StatesDtype
     usage: Usage
     times: StageTimes
     request_id: str

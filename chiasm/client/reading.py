@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC
+from importlib import import_module
+from typing import Any, Literal
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from chiasm.client.events import (
+    Conditioning,
     Embedding,
     Estimate,
     Event,
@@ -25,14 +28,15 @@ from chiasm.client.events import (
     Operation,
     StageTimes,
     Started,
+    StatesDtype,
     TimelineFrame,
     Token,
     TokenLogprobs,
     Usage,
 )
 from chiasm.client.media import Frames, Handle, Image, Video
-from chiasm.errors import ServerError
-from chiasm.rpc.tensor import Gathered
+from chiasm.errors import ServerError, Unsupported
+from chiasm.rpc.tensor import Gathered, GatheredAll
 from chiasm.rpc.times import to_seconds
 from chiasm.rpc.v1 import common_pb2 as pb
 from chiasm.rpc.v1 import router_pb2 as rpb
@@ -200,6 +204,77 @@ def to_embedding(responses: Iterable[rpb.EmbedResponse], request_id: str) -> Emb
         raise ServerError("INTERNAL", "the embedding that came is no whole vector of 32-bit floats")
     numbers = np.frombuffer(vector.data, dtype="<f4").astype(np.float32, copy=False)
     return Embedding(numbers, _usage(finished.usage), _stage_times(finished.times), request_id)
+
+
+class StatesReader:
+    """Reads the responses of one conditioning, in order.
+
+    Args:
+        layers: that were asked for.
+        dtype: in which their states were.
+        alone: one layer was asked for by itself.
+    """
+
+    def __init__(self, layers: Sequence[int], dtype: StatesDtype, *, alone: bool) -> None:
+        self._layers = tuple(layers)
+        self._dtype = dtype
+        self._alone = alone
+        self._tensors = GatheredAll(len(self._layers))
+        self._finished: pb.Finished | None = None
+
+    def read(self, response: rpb.ConditionResponse) -> None:
+        """Raises ServerError INTERNAL for a piece that cannot come next."""
+        kind = response.WhichOneof("event")
+        if kind == "states":
+            try:
+                self._tensors.add(response.states)
+            except ValueError as error:
+                raise ServerError("INTERNAL", str(error)) from error
+        elif kind == "finished":
+            self._finished = response.finished
+
+    def whole(self, request_id: str, into: Literal["numpy", "torch"]) -> Conditioning:
+        """Raises ServerError INTERNAL for states that are not whole, or not what was asked for."""
+        said = [tensor.descriptor for tensor in self._tensors.tensors]
+        code, number = _NUMBERS[self._dtype]
+        right = [
+            (one.layer, one.dtype, len(one.shape), [*one.shape]) == (layer, code, 2, [*said[0].shape])
+            for one, layer in zip(said, self._layers, strict=False)
+        ]
+        if self._finished is None or not self._tensors.whole or not all(right):
+            raise ServerError("INTERNAL", "the states that came are not those of the layers that were asked for")
+        made = [
+            np.frombuffer(tensor.buffer, dtype=number).reshape(tensor.descriptor.shape)
+            for tensor in self._tensors.tensors
+        ]
+        states: Any = made[0] if self._alone else np.stack(made)
+        if into == "torch":
+            states = _tensor(states, self._dtype)
+        usage, times = _usage(self._finished.usage), _stage_times(self._finished.times)
+        return Conditioning(states, self._layers, self._dtype, usage, times, request_id)
+
+
+_NUMBERS: dict[StatesDtype, tuple[pb.Dtype.ValueType, str]] = {
+    "float32": (pb.DTYPE_FLOAT32, "<f4"),
+    "bfloat16": (pb.DTYPE_BFLOAT16, "<u2"),
+    "float16": (pb.DTYPE_FLOAT16, "<f2"),
+}
+"""By type: how the wire calls it, and as what its bytes are read. NumPy has no bfloat16."""
+
+
+def torch_there() -> Any:
+    """torch, which is loaded only by whoever asks for its tensors. Raises Unsupported where it is not installed."""
+    try:
+        return import_module("torch")
+    except ImportError:
+        raise Unsupported("FEATURE_DISABLED", "into='torch' needs torch, which is not installed") from None
+
+
+def _tensor(states: Any, dtype: StatesDtype) -> Any:
+    torch = torch_there()
+    # As bits, which every release of torch takes; they are in memory of their own already.
+    wide = states.view(np.int32 if dtype == "float32" else np.int16)
+    return torch.from_numpy(wide).view(getattr(torch, dtype))
 
 
 def to_models(response: rpb.ListModelsResponse) -> tuple[ModelInfo, ...]:

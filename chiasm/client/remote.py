@@ -76,6 +76,19 @@ class Remote:
                 async for response in responses:
                     yield response
 
+    async def condition(
+        self,
+        request: rpb.ConditionRequest,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - as above
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.ConditionResponse, None]:
+        with self._errors(timeout):
+            left = await self._connected(timeout)
+            async with aclosing(streamed(self._stub.Condition(request, timeout=left, metadata=metadata))) as responses:
+                async for response in responses:
+                    yield response
+
     async def estimate(
         self,
         request: rpb.EstimateRequest,

@@ -14,6 +14,8 @@ from typing import Protocol, TypeAlias, cast
 
 from chiasm.errors import Unsupported
 from chiasm.rpc.v1.router_pb2 import (
+    ConditionRequest,
+    ConditionResponse,
     EmbedRequest,
     EmbedResponse,
     EstimateRequest,
@@ -46,6 +48,12 @@ class Transport(Protocol):
         self, request: EmbedRequest, *, timeout: float | None, metadata: Metadata = ()
     ) -> AsyncGenerator[EmbedResponse, None]:
         """A vector in its pieces, and the end. As `generate`."""
+        ...
+
+    def condition(
+        self, request: ConditionRequest, *, timeout: float | None, metadata: Metadata = ()
+    ) -> AsyncGenerator[ConditionResponse, None]:
+        """States in their pieces, and the end. As `generate`."""
         ...
 
     async def estimate(

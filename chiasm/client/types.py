@@ -52,7 +52,14 @@ class TokenPrompt:
     media: tuple[Medium, ...]
 
 
-Prompt: TypeAlias = tuple[Message, ...] | TokenPrompt
+@dataclass(frozen=True, slots=True)
+class PlainPrompt:
+    """Parts one after another, laid without a template."""
+
+    parts: tuple[Part, ...]
+
+
+Prompt: TypeAlias = tuple[Message, ...] | TokenPrompt | PlainPrompt
 
 
 @known_keywords({"resume_token": "token", "emitted": "ids", "expire_time": "expires_at"})
@@ -222,6 +229,20 @@ def prompt_of(
     if isinstance(messages, Message) or not all(isinstance(message, Message) for message in messages):
         raise TypeError("messages is a sequence of Message(role, content)")
     return tuple(messages)
+
+
+def plain_prompt_of(
+    content: Content | None, token_ids: Sequence[int] | None, media: Sequence[Medium] | None
+) -> TokenPrompt | PlainPrompt:
+    """As `prompt_of`, for a call that lays no template."""
+    if (content is None) == (token_ids is None):
+        raise TypeError("give one of content and token_ids=")
+    if token_ids is not None:
+        return TokenPrompt(checks.token_ids("token_ids", token_ids), _media(media or ()))
+    if media is not None:
+        raise TypeError("media= goes with token_ids=; elsewhere a medium is part of the content")
+    assert content is not None, "one of the two is given"
+    return PlainPrompt(parts_of(content))
 
 
 def _media(media: Sequence[Medium]) -> tuple[Medium, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -297,12 +297,20 @@ class DecoderHalf(Protocol):
     heads: int
     kv_heads: int
     head_dim: int
+    width: int
+    """Of a state."""
     vocab_size: int
     max_positions: int
 
     @property
     def projects(self) -> bool:
         """Whether it makes keys and values of states: it then holds what the encoder half does that with too."""
+        ...
+
+    @property
+    def headed(self) -> bool:
+        """Whether it has the last norm and the head. One that is cut after a layer has not: it is asked for
+        `states_after` and nothing else."""
         ...
 
     def project(self, states: Tensor) -> Tensor:
@@ -315,26 +323,34 @@ class DecoderHalf(Protocol):
         over placeholders are placed nowhere else."""
         ...
 
-    def states(
+    def states_after(
         self,
+        layers: Sequence[int],
         ids_n: Tensor,
         positions_3n: Tensor,
         sees_n: Tensor | None,
-        states_at: Tensor,
+        rows_at: Tensor,
         attention: Attention,
         overlay: Overlay | None = None,
-    ) -> Tensor:
-        """(len(states_at), width) of the residual stream behind the last norm, for the rows `states_at` of a step the
-        attention was planned for: what an embedding is made of, and what `logits` takes.
+    ) -> list[Tensor]:
+        """(len(rows_at), width) of the residual stream after each of some layers, before any norm, for the rows
+        `rows_at` of a step the attention was planned for. What is added behind a layer is in it. Layers behind the last
+        of these are not computed.
 
         Args:
+            layers: from 1, ascending.
             sees_n: (rows,) which rows see any vision token in layers that attend to them; None when none does.
             overlay: of a half whose entries are overlaid; None when no row is a placeholder.
         """
         ...
 
+    def normed(self, states_me: Tensor) -> Tensor:
+        """(M, width) after the last layer to (M, width) behind the last norm: what an embedding is made of, and what
+        `logits` takes."""
+        ...
+
     def logits(self, states_me: Tensor) -> Tensor:
-        """(M, width) of `states` to (M, vocabulary)."""
+        """(M, width) of `normed` to (M, vocabulary)."""
         ...
 
     def forward(
@@ -346,7 +362,7 @@ class DecoderHalf(Protocol):
         attention: Attention,
         overlay: Overlay | None = None,
     ) -> Tensor:
-        """`logits` of `states` of the rows `logits_at`: (len(logits_at), vocabulary)."""
+        """`logits` of the `normed` states after the last layer: (len(logits_at), vocabulary)."""
         ...
 
 
@@ -388,4 +404,20 @@ class Family(Protocol[C]):
 
     def decoder(self, config: C, *, device: torch.device, dtype: torch.dtype, projects: bool = False) -> DecoderHalf:
         """The decoder half, a `torch.nn.Module`, allocated and not filled; `projects` as it shall have it."""
+        ...
+
+
+@runtime_checkable
+class CutFamily(Family[C], Protocol[C]):
+    """One whose checkpoints are another family's, and whose decoder half is cut after a layer. No architecture names
+    it: whoever opens a checkpoint does. The encoder half and the entries are those of the whole."""
+
+    @property
+    def cuts(self) -> str:
+        """The name of the family whose checkpoints it opens."""
+        ...
+
+    def read_cut(self, data: dict[str, object], where: str, layers: int) -> C:
+        """As `read_config`, for a decoder of so many layers. Raises CheckpointError, with both numbers, for more than
+        there are."""
         ...

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import blake3
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -20,7 +21,7 @@ import chiasm.models
 from chiasm.errors import CheckpointError
 from chiasm.layers.lookup import shorten
 from chiasm.models.checkpoint import Checkpoint
-from chiasm.models.family import DecoderHalf, EncoderHalf, EntryShape, Family, Processor, Prompt
+from chiasm.models.family import CutFamily, DecoderHalf, EncoderHalf, EntryShape, Family, Processor, Prompt
 from chiasm.models.finding import SHIPPED, find, name_of
 from chiasm.models.weights import HalfName, load_half
 from chiasm.tokenizer import Tokenizer
@@ -44,11 +45,13 @@ class Model:
     Args:
         directory: the folder.
         name: what requests call the model; None takes the name of the folder.
+        condition_layers: its decoder is cut after so many layers. None for the whole.
 
-    Raises CheckpointError for a folder that is none, an architecture no family claims, or a configuration it refuses.
+    Raises CheckpointError for a folder that is none, an architecture no family claims or none cuts, a configuration it
+    refuses, or a layer that is not there.
     """
 
-    def __init__(self, directory: Path, name: str | None = None) -> None:
+    def __init__(self, directory: Path, name: str | None = None, *, condition_layers: int | None = None) -> None:
         self.checkpoint = Checkpoint(directory)
         self.name = directory.resolve().name if name is None else name
         architecture = self.checkpoint.architecture
@@ -59,8 +62,14 @@ class Model:
                 raise CheckpointError(self.name, [f"architecture {architecture} is not supported: {reasons[0]}"])
             known = sorted(a for family in families().values() for a in family.architectures)
             raise CheckpointError(self.name, [f"architecture {architecture} is not known, only {', '.join(known)}"])
-        self.family = claims[0]
-        self.config = self.family.read_config(self.checkpoint.config, self.name)
+        self.condition_layers = condition_layers
+        self.family: Family[Any] = claims[0]
+        if condition_layers is None:
+            self.config = self.family.read_config(self.checkpoint.config, self.name)
+        else:
+            cutting = _cutting(self.family, self.name)
+            self.family = cutting
+            self.config = cutting.read_cut(self.checkpoint.config, self.name, condition_layers)
         self.weights = self.family.weights(self.config)
         self.processor: Processor = self.family.processor(self.config, self.checkpoint.processor_files, self.name)
 
@@ -81,6 +90,14 @@ class Model:
         """The decoder half, likewise; `projects`: one that makes keys and values of states."""
         make = partial(self.family.decoder, projects=projects)
         return self._half("decoder", make, torch.device(device), dtype, projects=projects)
+
+    @property
+    def text_fingerprint(self) -> bytes:
+        """`Checkpoint.text_fingerprint`; of a cut one with where it is cut, for it tells less than the whole."""
+        whole = self.checkpoint.text_fingerprint
+        if self.condition_layers is None:
+            return whole
+        return blake3.blake3(b"chiasm cut v1\0" + whole + self.condition_layers.to_bytes(4, "little")).digest()
 
     @property
     def entry_shape(self) -> EntryShape:
@@ -110,13 +127,24 @@ class Model:
         return half
 
 
-def open_model(model: str) -> Model:
+def open_model(model: str, *, condition_layers: int | None = None) -> Model:
     """The model of a folder, of a name that comes with the package, or of a hub name, which is fetched.
+
+    Args:
+        condition_layers: as `Model` has it.
 
     Raises CheckpointError.
     """
     folder = find(model, download=True)
-    return Model(folder, name_of(model, folder))
+    return Model(folder, name_of(model, folder), condition_layers=condition_layers)
+
+
+def _cutting(whole: Family[Any], where: str) -> CutFamily[Any]:
+    """The family that a model of `whole` is when its decoder is cut."""
+    for family in families().values():
+        if isinstance(family, CutFamily) and family.cuts == whole.name:
+            return family
+    raise CheckpointError(where, [f"is of {whole.name}, whose decoder is not cut after a layer"])
 
 
 class _SkipInit(TorchFunctionMode):

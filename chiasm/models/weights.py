@@ -71,9 +71,14 @@ def whole(half: HalfName, parameter: str, name: str, *shape: int, projects: bool
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """Every tensor of a checkpoint, each in exactly one entry."""
+    """Every tensor of a checkpoint, each in exactly one entry.
+
+    Attributes:
+        left: names that may be there and are not read: of what is cut off.
+    """
 
     weights: tuple[Weight, ...]
+    left: frozenset[str] = frozenset()
 
     def of(self, half: HalfName, *, projects: bool = False) -> Iterator[Weight]:
         """What a half fills; where it is a decoder's that projects states, what it has of the encoder's too."""
@@ -105,7 +110,7 @@ def load_half(
     assert declared == set(parameters), f"table and module differ: {sorted(declared ^ set(parameters))}"
     problems = [
         f"{name} is not a tensor of this model"
-        for name in sorted(set(tensors) - table.names())
+        for name in sorted(set(tensors) - table.names() - table.left)
         if not any(pattern.fullmatch(name) for pattern in IGNORED)
     ]
     for weight in weights:

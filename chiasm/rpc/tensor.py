@@ -41,39 +41,50 @@ def parts_of(descriptor: pb.TensorDescriptor, data: bytes, *, tensor: int = 0) -
 class Gathered:
     """One tensor as its pieces come.
 
+    Args:
+        tensor: its number among those of a call.
+        keep: its bytes are kept; else they are only looked at as they pass.
+
     Attributes:
         descriptor: what was said of it; empty before the first piece.
+        size: bytes that have come.
         whole: all of it is here, and is what was said.
     """
 
-    def __init__(self, tensor: int = 0) -> None:
+    def __init__(self, tensor: int = 0, *, keep: bool = True) -> None:
         self.descriptor = pb.TensorDescriptor()
+        self.size = 0
         self.whole = False
         self._tensor = tensor
-        self._data = bytearray()
+        self._keep = keep
+        self._hash = blake3()
+        self.buffer = bytearray()
 
     @property
     def data(self) -> bytes:
         """Its bytes so far."""
-        return bytes(self._data)
+        return bytes(self.buffer)
 
     def add(self, part: pb.TensorPart) -> None:
         """Takes the next piece. Raises ValueError for one that cannot come next, and for a tensor that is not what was
         said of it."""
-        first = not self._data
-        if self.whole or part.tensor != self._tensor or part.byte_offset != len(self._data):
+        first = not self.size
+        if self.whole or part.tensor != self._tensor or part.byte_offset != self.size:
             raise ValueError(
-                f"byte {len(self._data)} of tensor {self._tensor} was due, and {part.byte_offset} of {part.tensor} came"
+                f"byte {self.size} of tensor {self._tensor} was due, and {part.byte_offset} of {part.tensor} came"
             )
         if first != part.HasField("descriptor"):
             raise ValueError("a descriptor comes with the first piece of a tensor, and with no other")
         if first:
             self._describe(part.descriptor)
-        self._data += part.data
-        if len(self._data) > self.descriptor.byte_length or not (part.data or first):
+        if self._keep:
+            self.buffer += part.data
+        self._hash.update(part.data)
+        self.size += len(part.data)
+        if self.size > self.descriptor.byte_length or not (part.data or first):
             raise ValueError(f"a tensor of {self.descriptor.byte_length} bytes does not go on with {len(part.data)}")
-        if len(self._data) == self.descriptor.byte_length:
-            if part.digest != blake3(self._data).digest():
+        if self.size == self.descriptor.byte_length:
+            if part.digest != self._hash.digest():
                 raise ValueError("the bytes of a tensor are not those that were sent")
             self.whole = True
 
@@ -85,3 +96,32 @@ class Gathered:
                 f"{descriptor.byte_length} bytes"
             )
         self.descriptor.CopyFrom(descriptor)
+
+
+class GatheredAll:
+    """So many tensors, one after the other, as their pieces come.
+
+    Args:
+        keep: as `Gathered` has it.
+
+    Attributes:
+        tensors: those that have begun.
+    """
+
+    def __init__(self, count: int, *, keep: bool = True) -> None:
+        self.tensors: list[Gathered] = []
+        self._count = count
+        self._keep = keep
+
+    @property
+    def whole(self) -> bool:
+        """All of all of them is here."""
+        return len(self.tensors) == self._count and (not self.tensors or self.tensors[-1].whole)
+
+    def add(self, part: pb.TensorPart) -> None:
+        """Takes the next piece. Raises ValueError as `Gathered.add` does, and for more tensors than were to come."""
+        if not self.tensors or self.tensors[-1].whole:
+            if len(self.tensors) == self._count:
+                raise ValueError(f"{self._count} tensors were due, and more came")
+            self.tensors.append(Gathered(len(self.tensors), keep=self._keep))
+        self.tensors[-1].add(part)

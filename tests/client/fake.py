@@ -170,6 +170,20 @@ class FakeTransport:
         for response in embedding():
             yield response
 
+    async def condition(
+        self,
+        request: rpb.ConditionRequest,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - the signature of a transport
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[rpb.ConditionResponse, None]:
+        self.timeouts.append(timeout)
+        for number, layer in enumerate(request.layers):
+            described = pb.TensorDescriptor(name="states", layer=layer, dtype=pb.DTYPE_FLOAT32, shape=[2, 3])
+            for part in parts_of(described, VECTOR.tobytes(), tensor=number):
+                yield rpb.ConditionResponse(states=part)
+        yield rpb.ConditionResponse(finished=finished().finished)
+
     async def estimate(
         self,
         request: rpb.EstimateRequest,

@@ -117,7 +117,7 @@ class Halves:
             engine,
             model.prompt(),
             fingerprint=fingerprint,
-            text_fingerprint=model.checkpoint.text_fingerprint,
+            text_fingerprint=model.text_fingerprint,
             store=self.store,
             workers_secret=secret,
             max_rows=max_rows,

@@ -116,6 +116,11 @@ class Oracle(Model):
     @torch.inference_mode()
     def states(self, timeline: Timeline, clips: Mapping[int, Clip]) -> Tensor:
         """(rows, width): what they are made of."""
+        return self._decoder.normed(self.states_after((self._decoder.layers_total,), timeline, clips)[0])
+
+    @torch.inference_mode()
+    def states_after(self, layers: Sequence[int], timeline: Timeline, clips: Mapping[int, Clip]) -> list[Tensor]:
+        """(rows, width) after each of some layers."""
         half, rows = self._decoder, len(timeline)
         boundaries = torch.from_numpy(timeline.boundaries())
         sees, cross, overlay = None, [], None
@@ -133,7 +138,7 @@ class Oracle(Model):
             sees = boundaries[:, 1] > boundaries[:, 0]
         attention = DenseAttention(1, cross, boundaries.unsqueeze(0))
         ids, positions = torch.tensor(timeline.ids()), torch.from_numpy(timeline.positions())
-        return half.states(ids, positions, sees, torch.arange(rows), attention, overlay)
+        return half.states_after(layers, ids, positions, sees, torch.arange(rows), attention, overlay)
 
 
 @dataclass

@@ -33,7 +33,7 @@ class Traces:
         assert decoder.engine.holdings.held == self._held and decoder.engine.holdings.promised.visual == 0
         assert (decoder.running, decoder.waiting, decoder.scheduler.asking) == (self._running, 0, 0)
         assert self._system.store.stats().pinned_bytes == 0
-        assert not decoder._drawers.keys() - {seat.sequence for seat in decoder.scheduler._rooms.running}
+        assert not decoder._readers.keys() - {seat.sequence for seat in decoder.scheduler._rooms.running}
         # The loop over steps ends by itself once there is nothing to do.
         await until(lambda: asyncio.all_tasks() <= self._tasks)
         assert _files() == self._files

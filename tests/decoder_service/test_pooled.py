@@ -389,7 +389,7 @@ async def test_a_state_that_is_not_finite_fails_its_own_row_only(tmp_path: Path)
 
 REFUSED: dict[str, tuple[Callable[[dpb.DecodeOpen], Any], str, str]] = {
     "nothing of its states": (lambda o: o.ClearField("states"), "FIELD_MISSING", "states"),
-    "every state": (lambda o: setattr(o.states, "pooling", dpb.POOLING_NONE), "FEATURE_DISABLED", "pooling"),
+    "every state of no layer": (lambda o: setattr(o.states, "pooling", dpb.POOLING_NONE), "FIELD_MISSING", "layers"),
     "a layer": (lambda o: o.states.layers.append(2), "FEATURE_DISABLED", "layers"),
     "another type": (lambda o: setattr(o.states, "dtype", pb.DTYPE_INT8), "FEATURE_DISABLED", "dtype"),
     "sampling": (lambda o: setattr(o.sampling, "max_tokens", 3), "SAMPLING_CONFLICT", "sampling"),

@@ -30,8 +30,12 @@ from tests import checkpoints_qwen3_vl, checkpoints_tiny
 TINY: dict[str, Callable[[Path], Path]] = {
     "moss_vl": checkpoints_tiny.write,
     "qwen3_vl": partial(checkpoints_qwen3_vl.write, vision={"patch_size": 4}),
+    "qwen3_vl_conditioning": partial(checkpoints_qwen3_vl.write, vision={"patch_size": 4}),
 }
 """By family, what writes a small random checkpoint of it into a folder, with patches of 4x4 pixels merged 2x2."""
+
+CUT = {"qwen3_vl_conditioning": 3}
+"""By family whose decoder is cut, after how many layers of a tiny checkpoint it is here."""
 
 TWICE: dict[str, Callable[[Model], set[str]]] = {
     "moss_vl": lambda model: {
@@ -53,7 +57,7 @@ each_form = pytest.mark.parametrize(
 
 @pytest.fixture
 def model(family: str, tmp_path: Path) -> Model:
-    return Model(TINY[family](tmp_path / "tiny"))
+    return Model(TINY[family](tmp_path / "tiny"), condition_layers=CUT.get(family))
 
 
 def test_every_family_has_a_tiny_checkpoint() -> None:
@@ -87,7 +91,9 @@ def test_a_folder_is_named_for_its_family(family: str, model: Model) -> None:
 def test_the_halves_cover_every_weight_once(family: str, model: Model) -> None:
     encoder, decoder = model.weights.names("encoder"), model.weights.names("decoder")
     assert encoder.isdisjoint(decoder)
-    assert set(model.checkpoint.tensors) <= encoder | decoder
+    left = model.weights.left
+    assert set(model.checkpoint.tensors) <= encoder | decoder | left and left.isdisjoint(encoder | decoder)
+    assert bool(left) is (family in CUT)
     for half, name in ((model.encoder(), "encoder"), (model.decoder(), "decoder")):
         declared = [weight.parameter for weight in model.weights.weights if weight.half == name]
         assert sorted(declared) == sorted(dict(cast(nn.Module, half).named_parameters()))
@@ -142,7 +148,7 @@ GRIDS = [(4, 4), (4, 6)]
 
 
 def answered(decoder: DecoderHalf, model: Model, entries: Sequence[Tensor], form: Form = Form.CROSS_KV) -> Tensor:
-    """(rows, vocabulary) logits over text and both frames."""
+    """(rows, vocabulary) logits over text and both frames; (rows, width) states of a half that has none."""
     engine = DecoderEngine(decoder, model.processor, text_tokens=64, visual_tokens=64)
     sequence = engine.sequence()
     sequence.extend([[1, 2, 3]])
@@ -150,7 +156,9 @@ def answered(decoder: DecoderHalf, model: Model, entries: Sequence[Tensor], form
         sequence.size(slot, SizedSlot([0], [grid], [0.0], final=True))
         sequence.extend([Slot(slot), [4, 5]])
         engine.attach(sequence, UnitName(slot, 0), entry, form)
-    return engine.step([Work(sequence, len(sequence.timeline), "all")])[0]
+    layers = () if decoder.headed else (decoder.layers_total,)
+    (found,) = engine.step([Work(sequence, len(sequence.timeline), "all", layers=layers)])
+    return found if decoder.headed else found[0]
 
 
 @each_family
@@ -175,7 +183,8 @@ def test_divided_through_bytes_equals_handed_over(
     if separate:
         for half in ("encoder", "decoder"):
             split(model.checkpoint, model.weights.names(half, projects=form is Form.STATES), tmp_path / half)
-        ours, theirs = Model(tmp_path / "encoder"), Model(tmp_path / "decoder")
+        ours = Model(tmp_path / "encoder")
+        theirs = Model(tmp_path / "decoder", condition_layers=CUT.get(family))
     with torch.inference_mode():
         plainest = model.entry_shape.forms[0]
         direct = payloads(model.encoder(), FRAMES, [plainest] * len(FRAMES), TorchVarlen())

@@ -193,7 +193,8 @@ def test_states_are_what_the_head_makes_logits_of(world: World) -> None:
     attention = TorchAttention(world.engine.pools)
     attention.plan(Step([SequenceRows(0, 3, [0], np.zeros((3, 2), dtype=np.int64), [])]))
     with torch.inference_mode():
-        states = world.half.states(ids, positions, None, at, attention)
+        depth = world.half.layers_total
+        states = world.half.normed(world.half.states_after((depth,), ids, positions, None, at, attention)[0])
         logits = world.half.forward(ids, positions, None, at, attention)
         assert torch.equal(world.half.logits(states), logits)
         theirs = world.theirs.model.language_model(ids.unsqueeze(0), use_cache=False).last_hidden_state[0]
@@ -242,7 +243,7 @@ def test_features_of_another_width_are_refused_with_both_numbers(folder: Path) -
     attention = TorchAttention(world.engine.pools)
     overlay = Overlay(torch.tensor([0]), torch.zeros(1, 4 * 48 + 1))
     with pytest.raises(ValueError, match="193 wide, not 4 times 48"), torch.inference_mode():
-        world.half.states(torch.tensor([5]), torch.zeros(3, 1), None, torch.tensor([0]), attention, overlay)
+        world.half.states_after((1,), torch.tensor([5]), torch.zeros(3, 1), None, torch.tensor([0]), attention, overlay)
 
 
 def test_more_taps_than_layers_are_refused_with_both_numbers(folder: Path) -> None:
@@ -270,15 +271,16 @@ def planted(
         order: that of the taps.
     """
 
-    def states(
+    def states_after(
         self: Qwen3VLDecoder,
+        layers: Sequence[int],
         ids_n: Tensor,
         positions_3n: Tensor,
         sees_n: Tensor | None,
-        states_at: Tensor,
+        rows_at: Tensor,
         attention: Attention,
         overlay: Overlay | None = None,
-    ) -> Tensor:
+    ) -> list[Tensor]:
         h_ne = self.embed_tokens(ids_n)
         taps: list[Tensor] = []
         if overlay is not None:
@@ -290,10 +292,9 @@ def planted(
             if tap is not None and overlay is not None:
                 added[rows(overlay.rows_v, len(ids_n))] = tap
             h_ne = layer(h_ne + added, *tables, attention) if before else layer(h_ne, *tables, attention) + added
-        normed: Tensor = self.norm(h_ne[states_at])
-        return normed
+        return [h_ne[rows_at]]
 
-    patch.setattr(Qwen3VLDecoder, "states", states)
+    patch.setattr(Qwen3VLDecoder, "states_after", states_after)
 
 
 def no_mistake(patch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ async def test_types_of_16_bits_are_sent_as_they_are() -> None:
 async def test_models_say_that_they_embed_and_those_that_do_not_are_not_asked() -> None:
     async with running() as service:
         (model,) = (await service.router.models()).models
-        assert [*model.operations] == [rpb.OPERATION_GENERATE, rpb.OPERATION_EMBED]
+        assert [*model.operations] == [rpb.OPERATION_GENERATE, rpb.OPERATION_CONDITION, rpb.OPERATION_EMBED]
         await embed(service, request_of(TEXT))
         samples = [sample for metric in service.router.meter.collect() for sample in metric.samples]
         (counted,) = [
@@ -267,7 +267,13 @@ async def test_models_say_that_they_embed_and_those_that_do_not_are_not_asked() 
         fleet = MeddledFleet(service, decoder=untouched)
         served = fleet.served
         older = Served(
-            served.name, served.fingerprint, served.family, served.context_limit, served.layers, embeds=False
+            served.name,
+            served.fingerprint,
+            served.family,
+            served.context_limit,
+            served.layers,
+            embeds=False,
+            conditions=False,
         )
         fleet.models = lambda: {served.name: older}  # type: ignore[method-assign]
 

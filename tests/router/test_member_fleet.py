@@ -149,7 +149,7 @@ async def test_a_model_is_served_by_a_pair_and_described_by_its_decoder(fleet_of
     encoder, decoder = Encoder(), Decoder()
     async with serving(encoder) as e, serving(decoder) as d, fleet_of([e], [d]) as fleet:
         model = await known(fleet)
-        assert model == Served("m", PRINT, "f", 7, 3, ready=True, embeds=False), "no mode was named"
+        assert model == Served("m", PRINT, "f", 7, 3, ready=True, embeds=False, conditions=False), "no mode was named"
         chosen = await fleet.decoder(model)
         assert chosen.replica_id == decoder.replica.replica_id
         assert (await fleet.encoder(model, chosen, hint=b"")).replica_id == encoder.replica.replica_id

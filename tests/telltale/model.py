@@ -84,6 +84,8 @@ class TellingDecoder:
     device = torch.device("cpu")
     dtype = torch.float32
     projects = False
+    headed = True
+    width = 1
     max_positions = _POSITIONS
 
     def __init__(
@@ -118,10 +120,13 @@ class TellingDecoder:
     ) -> Tensor:
         raise NotImplementedError("rows are computed from the pools themselves")
 
-    states = forward
-
-    def logits(self, states_me: Tensor) -> Tensor:
+    def states_after(self, layers: Sequence[int], *arguments: Any, **named: Any) -> list[Tensor]:
         raise NotImplementedError("rows are computed from the pools themselves")
+
+    def normed(self, states_me: Tensor) -> Tensor:
+        raise NotImplementedError("rows are computed from the pools themselves")
+
+    logits = normed
 
 
 class TellingForward:
@@ -156,11 +161,15 @@ class TellingForward:
             at += one.rows
         return torch.from_numpy(np.stack(scored) if scored else np.empty((0, self._half.vocab_size), np.float32))
 
-    def states(self, step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]) -> Tensor:
+    def states_after(
+        self, layers: Sequence[int], step: Step, ids: Sequence[int] | Ints, positions_3n: Ints, wanted: Sequence[int]
+    ) -> list[Tensor]:
         raise NotImplementedError("nobody asks it for states")
 
-    def logits(self, states_me: Tensor) -> Tensor:
+    def normed(self, states_me: Tensor) -> Tensor:
         raise NotImplementedError("nobody asks it for states")
+
+    logits = normed
 
     def prepare(self) -> None:
         """Nothing."""

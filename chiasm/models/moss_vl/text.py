@@ -8,6 +8,8 @@ Shape suffixes: N rows of a step, E width, H heads, D head dimension, S vision t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +83,7 @@ class MossVLDecoder(nn.Module):
         self.heads = t.num_attention_heads
         self.kv_heads = t.num_key_value_heads
         self.head_dim = t.head_dim
+        self.width = t.hidden_size
         self.vocab_size = t.vocab_size
         self.max_positions = t.max_position_embeddings
         self.rope = MultimodalRope(t.head_dim, t.rope_theta, t.mrope_section, device=device)
@@ -111,16 +114,23 @@ class MossVLDecoder(nn.Module):
         rotated = rotate(keys.flatten(0, 1).transpose(0, 1), cos_s1d, sin_s1d).transpose(0, 1).reshape(keys.shape)
         return torch.stack((rotated, entry[:, 1]), dim=1)
 
-    def states(
+    @property
+    def headed(self) -> bool:
+        """Always: no checkpoint of this family is cut."""
+        return True
+
+    def states_after(
         self,
+        layers: Sequence[int],
         ids_n: Tensor,
         positions_3n: Tensor,
         sees_n: Tensor | None,
-        states_at: Tensor,
+        rows_at: Tensor,
         attention: Attention,
         overlay: Overlay | None = None,
-    ) -> Tensor:
-        """(len(states_at), E) normed states of those rows, from (N,) ids and (3, N) positions.
+    ) -> list[Tensor]:
+        """(len(rows_at), E) after each of those layers, of those rows, from (N,) ids and (3, N) positions. Self and
+        cross layers are counted alike, from 1.
 
         `sees_n` (N,) tells which rows see any vision token; None when none does, and the cross layers are skipped.
         """
@@ -128,13 +138,22 @@ class MossVLDecoder(nn.Module):
         h_ne = self.embed_tokens(ids_n)
         cos_n1d, sin_n1d = self.rope.tables(positions_3n, h_ne.dtype)
         sees_n1 = None if sees_n is None else sees_n.to(h_ne.dtype).unsqueeze(-1)
-        for layer in self.layers:
+        kept: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
             if isinstance(layer, CrossLayer):
                 if sees_n1 is not None:
                     h_ne = layer(h_ne, sees_n1, cos_n1d, sin_n1d, attention)
             else:
                 h_ne = layer(h_ne, cos_n1d, sin_n1d, attention)
-        normed: Tensor = self.norm(h_ne[states_at])
+            if i + 1 in layers:
+                kept.append(h_ne[rows_at])
+                if len(kept) == len(layers):
+                    break
+        return kept
+
+    def normed(self, states_me: Tensor) -> Tensor:
+        """(M, E) after the last layer to (M, E)."""
+        normed: Tensor = self.norm(states_me)
         return normed
 
     def logits(self, states_me: Tensor) -> Tensor:
@@ -151,5 +170,7 @@ class MossVLDecoder(nn.Module):
         attention: Attention,
         overlay: Overlay | None = None,
     ) -> Tensor:
-        """`logits` of `states` of the rows `logits_at`."""
-        return self.logits(self.states(ids_n, positions_3n, sees_n, logits_at, attention, overlay))
+        """`logits` of the normed states of the rows `logits_at`."""
+        last = (self.layers_total,)
+        (states_me,) = self.states_after(last, ids_n, positions_3n, sees_n, logits_at, attention, overlay)
+        return self.logits(self.normed(states_me))

@@ -730,6 +730,7 @@ class DecoderModel(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
     TEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    POOLINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Is the name requests use."""
     family: _builtins.str
@@ -741,7 +742,7 @@ class DecoderModel(_message.Message):
     context_limit: _builtins.int
     """Bounds prompt and output together, in text tokens."""
     layers: _builtins.int
-    """Counts its decoder layers."""
+    """Counts its decoder layers: where it is cut after one, those that are left."""
     vocabulary: _builtins.int
     """Counts the ids of its vocabulary."""
     text_fingerprint: _builtins.bytes
@@ -760,6 +761,10 @@ class DecoderModel(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Holds the names of the adapters it has loaded."""
 
+    @_builtins.property
+    def poolings(self) -> _containers.RepeatedScalarFieldContainer[Global___Pooling.ValueType]:
+        """Says what states it serves where SAMPLE_MODE_NEVER is among `modes`. Empty: POOLING_LAST alone."""
+
     def __init__(
         self,
         *,
@@ -774,10 +779,11 @@ class DecoderModel(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         vocabulary: _builtins.int = ...,
         text_fingerprint: _builtins.bytes = ...,
+        poolings: _abc.Iterable[Global___Pooling.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "context_limit", b"context_limit", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "forms", b"forms", "layers", b"layers", "modes", b"modes", "name", b"name", "text_fingerprint", b"text_fingerprint", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "context_limit", b"context_limit", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "forms", b"forms", "layers", b"layers", "modes", b"modes", "name", b"name", "poolings", b"poolings", "text_fingerprint", b"text_fingerprint", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

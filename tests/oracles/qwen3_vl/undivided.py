@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chiasm.chat_template import Slot, Turn
+from chiasm.chat_template import Piece, Slot, Turn
 from chiasm.media.patches import resize
 from chiasm.media.sample import SamplingOptions
 from chiasm.media.types import Kind, Rgb
@@ -72,7 +72,13 @@ def lay(model: Model, turns: Sequence[tuple[str, Sequence[str | Medium]]], seque
                 put += [*filter(None, [prompt.opening(part.kind)]), Slot(len(media))]
                 media.append(part)
         spoken.append(Turn(role, tuple(put)))
-    sequence.extend(prompt.turns(spoken))
+    return lay_pieces(model, prompt.turns(spoken), media, sequence)
+
+
+def lay_pieces(model: Model, pieces: Sequence[Piece], media: Sequence[Medium], sequence: DecodeSequence) -> Laid:
+    """Lays pieces in which slots stand for media on an empty sequence of the model."""
+    prompt = model.prompt()
+    sequence.extend(pieces)
     facts = [_facts(medium) for medium in media]
     units = []
     for slot, (medium, plan) in enumerate(zip(media, model.processor.size(facts), strict=True)):
@@ -84,8 +90,8 @@ def lay(model: Model, turns: Sequence[tuple[str, Sequence[str | Medium]]], seque
         units.append([torch.cat(resized[at : at + plan.span]) for at in range(0, len(resized), plan.span)])
         sized = SizedSlot((), [plan.grid] * plan.units, medium.times, True, plan.span)
         times = [sized.time_of(unit) for unit in range(plan.units)]
-        pieces = prompt.medium(medium.kind, times)
-        sequence.size(slot, SizedSlot(pieces, sized.grids, sized.offsets, True, plan.span))
+        shown = prompt.medium(medium.kind, times)
+        sequence.size(slot, SizedSlot(shown, sized.grids, sized.offsets, True, plan.span))
     return Laid(sequence, sequence.timeline.ids(), [medium.kind for medium in media], units)
 
 
