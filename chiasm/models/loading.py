@@ -22,6 +22,7 @@ from chiasm.cache.store import EntryStore
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.failpoints import Step, nowhere
 from chiasm.models.registry import Model
+from chiasm.models.streaming import Streaming
 from chiasm.models.weights import HalfName
 from chiasm.settings import SettingsError, WorkerSettings
 
@@ -114,6 +115,13 @@ def followed(
         progress(total, total)
     finally:
         tensors.on_read = None
+
+
+def streaming(settings: WorkerSettings) -> Streaming | None:
+    """How the blocks of a worker's half are streamed; None if all of them are to be on the device."""
+    if not settings.layerwise_offload:
+        return None
+    return Streaming(settings.resident_blocks, settings.pin_memory, settings.offload_dir)
 
 
 def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype | None]:

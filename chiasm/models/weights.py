@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from chiasm.errors import CheckpointError
 from chiasm.models.checkpoint import Tensors
@@ -90,16 +91,23 @@ class WeightTable:
 
 
 def load_half(
-    module: nn.Module, half: HalfName, table: WeightTable, tensors: Tensors, *, projects: bool = False
+    module: nn.Module,
+    half: HalfName,
+    table: WeightTable,
+    tensors: Tensors,
+    *,
+    projects: bool = False,
+    kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Fills every parameter of `module` from `tensors`, casting to the parameter's type.
 
     Args:
         projects: it is a decoder half that projects states.
+        kept: by their names, what is filled in the place of parameters that are kept elsewhere.
 
     Raises CheckpointError listing every problem found; the module is then not to be used.
     """
-    parameters = dict(module.named_parameters())
+    parameters: dict[str, Tensor] = dict(module.named_parameters()) | dict(kept)
     weights = list(table.of(half, projects=projects))
     declared = {weight.parameter for weight in weights}
     assert declared == set(parameters), f"table and module differ: {sorted(declared ^ set(parameters))}"
@@ -168,7 +176,7 @@ def _check(part: Part, tensors: Tensors) -> list[str]:
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, way: Sequence[Part], tensors: Tensors, order: tuple[int, ...] | None = None) -> None:
+def _fill(parameter: Tensor, way: Sequence[Part], tensors: Tensors, order: tuple[int, ...] | None = None) -> None:
     for part in way:
         rows = parameter if part.rows is None else parameter[part.rows[0] : part.rows[1]]
         rows.copy_(tensors[part.name].reshape(rows.shape))
