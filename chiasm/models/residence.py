@@ -34,6 +34,7 @@ class Residence:
 
     Attributes:
         here: whether the half can compute.
+        streamed: the stacks whose blocks come one by one.
         kept: by its name, where each parameter of a streamed block is kept.
     """
 
@@ -47,7 +48,7 @@ class Residence:
     ) -> None:
         self._half = half
         self._carrier = carries or carrier(device)
-        self._streamed: list[StreamedBlocks] = []
+        self.streamed: list[StreamedBlocks] = []
         self.here = True
         self.kept: dict[str, Tensor] = {}
         for name, stack in stacks(half) if resident_blocks is not None else ():
@@ -56,7 +57,7 @@ class Residence:
             for number, block in enumerate(stack):
                 names = (f"{name}.{number}.{parameter}" for parameter, _ in block.named_parameters())
                 self.kept |= zip(names, streamed.views(number), strict=True)
-            self._streamed.append(streamed)
+            self.streamed.append(streamed)
         outside = [parameter for name, parameter in half.named_parameters() if name not in self.kept]
         for parameter in outside:
             if parameter.is_meta:
@@ -78,12 +79,12 @@ class Residence:
     @property
     def streams(self) -> bool:
         """Whether only some of its blocks are on the device at a time."""
-        return bool(self._streamed)
+        return bool(self.streamed)
 
     def begin(self) -> None:
         """The half is filled: from here on its blocks come when they are called, and `of` finds this."""
         vars(self._half)[_KEPT_UNDER] = self
-        for streamed in self._streamed:
+        for streamed in self.streamed:
             streamed.load()
 
     def offload(self) -> None:
@@ -99,7 +100,7 @@ class Residence:
         self.here = False
         self._outside.away()
         self._carrier.leave(self._outside_kept)
-        for streamed in self._streamed:
+        for streamed in self.streamed:
             streamed.offload()
         self._carrier.freed()
 
@@ -111,10 +112,10 @@ class Residence:
         assert self._outside_kept is not None
         room = self._carrier.room(self._outside.nbytes)
         try:
-            for streamed in self._streamed:
+            for streamed in self.streamed:
                 streamed.load()
         except Exception:
-            for streamed in self._streamed:
+            for streamed in self.streamed:
                 streamed.offload()
             raise
         self._outside.put(self._outside.views(self._carrier.fetch(self._outside_kept, room)()))

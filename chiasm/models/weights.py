@@ -120,8 +120,10 @@ def load_half(
         way, problem = _way(weight, tensors)
         if problem:
             problems.append(problem)
-            continue
-        for part in (part for stored in (_complete(weight, tensors) if weight.tied else (way,)) for part in stored):
+            read = _begun(weight, tensors)
+        else:
+            read = [part for stored in (_complete(weight, tensors) if weight.tied else (way,)) for part in stored]
+        for part in read:
             problems += _check(part, tensors)
     if problems:
         raise CheckpointError(tensors.where, problems)
@@ -137,16 +139,23 @@ def load_half(
 def _way(weight: Weight, tensors: Mapping[str, object]) -> tuple[Sequence[Part], str | None]:
     """The one way in which a weight is stored here, or what is wrong."""
     complete = _complete(weight, tensors)
-    begun = [part.name for way in weight.ways for part in way if part.name in tensors]
+    begun = [part.name for part in _begun(weight, tensors)]
     if complete and (weight.tied or (len(complete) == 1 and len(begun) == len(complete[0]))):
         return complete[0], None
     if complete:
         return (), f"{weight.ways[0][0].name} is there more than once: {', '.join(begun)}"
     if begun:
-        wanted = next(way for way in weight.ways if any(part.name in tensors for part in way))
-        missing = [part.name for part in wanted if part.name not in tensors]
-        return (), f"{weight.ways[0][0].name} is half-filled: {', '.join(missing)} missing"
+        fullest = max(weight.ways, key=lambda way: sum(part.name in tensors for part in way))
+        missing = [part.name for part in fullest if part.name not in tensors]
+        unused = [name for name in begun if name not in {part.name for part in fullest}]
+        beside = f", {', '.join(unused)} unused" if unused else ""
+        return (), f"{weight.ways[0][0].name} is half-filled: {', '.join(missing)} missing{beside}"
     return (), f"{weight.ways[0][0].name} is missing"
+
+
+def _begun(weight: Weight, tensors: Mapping[str, object]) -> list[Part]:
+    """What of a weight is there, in any of its ways."""
+    return [part for way in weight.ways for part in way if part.name in tensors]
 
 
 def _complete(weight: Weight, tensors: Mapping[str, object]) -> list[tuple[Part, ...]]:
