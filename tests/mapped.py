@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE
 from pathlib import Path
 
 from torch import Tensor
 
 
 def mapped_here(kept: Tensor) -> int:
-    """Bytes of the pages that a tensor lies in which are in this process. Pages are counted, so it is cut to pages."""
+    """Bytes of the pages that a tensor lies in which are in this process."""
+    first, last = kept.data_ptr() // PAGESIZE, (kept.data_ptr() + kept.nbytes - 1) // PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as pages:
-        page = 4096
-        first, last = kept.data_ptr() // page, (kept.data_ptr() + kept.nbytes - 1) // page
         pages.seek(8 * first)
         entries = memoryview(pages.read(8 * (last - first + 1))).cast("Q")
-    return page * sum(entry >> 63 for entry in entries)
+    return PAGESIZE * sum(entry >> 63 for entry in entries)

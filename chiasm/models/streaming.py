@@ -58,6 +58,8 @@ class StreamedBlocks:
         self._carrier = carrier
         self._parts = [Part(block.parameters(), device) for block in blocks]
         self.kept = carrier.keep([part.nbytes for part in self._parts])
+        for part in self._parts:
+            part.away()
         self._resident = min(resident, len(blocks))
         self._rooms: list[Tensor] = []
         self._room_of: dict[int, int] = {}  # of the blocks that are on the device or on their way
