@@ -255,7 +255,7 @@ def test_a_stack_of_one_block_is_outside() -> None:
 
 def test_what_is_away_has_its_shape_and_type_and_no_memory_and_reads_as_nan() -> None:
     made, _, _ = tower(3, 2, Rooms())
-    weight = made.blocks[2].weight
+    weight = cast(Block, made.blocks[2]).weight
     assert weight.shape == (8, 8) and weight.dtype == torch.float32
     assert weight.untyped_storage().nbytes() == 4 and bool(weight.isnan().all())
 
