@@ -92,6 +92,7 @@ def followed(
 ) -> Iterator[None]:
     """Tells, while the block loads one half of a model and asks for its fingerprint, how many of the bytes that have to
     be read for that are read: `progress(done, total)`, after each tensor. What it raises ends the loading.
+    Behind the block the files are let go.
 
     Args:
         projects: the half is a decoder's that projects states.
@@ -115,6 +116,7 @@ def followed(
         progress(total, total)
     finally:
         tensors.on_read = None
+        tensors.unmap()
 
 
 def streaming(settings: WorkerSettings) -> Streaming | None:

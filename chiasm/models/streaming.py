@@ -111,8 +111,7 @@ class StreamedBlocks:
         """Begins to bring a block, in the place of that one which is called latest after `at`."""
         room = len(self._room_of)
         if room == len(self._rooms):
-            away = (block for block in self._room_of if block != at)
-            room = self._leave(max(away, key=lambda block: (block - at) % len(self._parts)))
+            room = self._leave(max(self._room_of, key=lambda block: (block - at) % len(self._parts)))
         self._room_of[number] = room
         self._coming[number] = self._carrier.fetch(self.kept[number], self._rooms[room])
 
