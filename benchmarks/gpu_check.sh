@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that can only be known on a GPU, in one run of less than eight minutes: the kernels against sums written
-# out, the system on the device against the CPU, three processes on the device against one on the CPU, decode steps in
-# graphs against eager ones, then figures. Every part runs, whatever the one before it said, and ends with a line of
-# JSON; the last one tells which failed, and the exit status is not zero if any did. It has never run on a GPU.
+# out, the system on the device against the CPU, three processes on the device against one on the CPU, streamed blocks
+# against resident ones, decode steps in graphs against eager ones, then figures. Every part runs, whatever the one
+# before it said, and ends with a line of JSON; the last one tells which failed, and the exit status is not zero if any
+# did. It has never run on a GPU.
 # What torch.compile makes takes longer: python -m pytest -m gpu tests/gpu/test_graphs.py -k compiled
 #
 # It wants a CUDA build of torch, the extras `gpu` and `dev`, and a compiler (nvcc, ninja): FlashInfer builds its
@@ -54,8 +55,9 @@ pytest=("$PY" -m pytest -m gpu -q --durations 5 -p no:cacheprovider)
 part kernels 150 "${pytest[@]}" tests/gpu/test_flashinfer_kernels.py
 part encoder 35 "${pytest[@]}" tests/gpu/test_encoder.py
 part system 60 "${pytest[@]}" tests/gpu --ignore tests/gpu/test_flashinfer_kernels.py --ignore tests/gpu/test_graphs.py \
-  --ignore tests/gpu/test_encoder.py --ignore tests/gpu/test_processes.py
+  --ignore tests/gpu/test_encoder.py --ignore tests/gpu/test_processes.py --ignore tests/gpu/test_streaming.py
 part processes 60 "$PY" -m benchmarks device_ids --json --device "$DEVICE"
+part streaming 40 "${pytest[@]}" tests/gpu/test_streaming.py
 part graphs 60 "${pytest[@]}" tests/gpu/test_graphs.py -k "not compiled"
 if [ "$DEVICE" = cuda ]; then
   part attention 30 "$PY" -m benchmarks gpu_attention --json

@@ -29,3 +29,9 @@ def keep_freed() -> bool:
         return False
     trim, pad = mallopt(_TRIM_THRESHOLD, KEPT), mallopt(_TOP_PAD, STEP)
     return bool(trim and pad and mallopt(_MMAP_THRESHOLD, LARGEST))
+
+
+def give_back() -> bool:
+    """Gives freed memory back to the system, what is kept too. Returns whether the C library has a way to."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

@@ -25,6 +25,7 @@ from chiasm.errors import ChiasmError, DeadlineExceeded, Unavailable
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
 from chiasm.models.registry import Model, open_model
+from chiasm.models.streaming import Streaming
 from chiasm.rpc.replica import replica
 from chiasm.rpc.status import from_status, to_status
 from chiasm.rpc.v1 import decoder_pb2 as dpb
@@ -62,6 +63,7 @@ class LocalSettings:
         form: in which entries pass through the store; by default the plainest that the model has.
         condition_layers: the decoder is cut after so many layers (`Model`).
         states_bytes: as `DecoderModel` has it.
+        streaming: how the blocks of both halves come to the device one by one; None for all of them to be there.
     """
 
     device: str = "cpu"
@@ -80,6 +82,7 @@ class LocalSettings:
     form: Form | None = None
     condition_layers: int | None = None
     states_bytes: int = STATES_BYTES
+    streaming: Streaming | None = None
 
 
 class _Encoder:
@@ -178,7 +181,7 @@ class LocalService:
         fingerprint = model.checkpoint.fingerprint
         workers = secrets.token_bytes(32)
         projects = settings.form is Form.STATES and not model.entry_shape.overlaid
-        decoder_half = model.decoder(device=device, dtype=dtype, projects=projects)
+        decoder_half = model.decoder(device=device, dtype=dtype, projects=projects, streaming=settings.streaming)
         text, visual = pool_tokens(
             decoder_half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
         )
@@ -186,7 +189,7 @@ class LocalService:
         self._asked = asked
         self.store = MemoryStore(settings.store_bytes, owner_budget=settings.cache_tenant_bytes, ttl=settings.cache_ttl)
         self.encoder = EncoderEngine(
-            model.encoder(device=device, dtype=dtype),
+            model.encoder(device=device, dtype=dtype, streaming=settings.streaming),
             model.processor,
             fingerprint=fingerprint,
             store=self.store,

@@ -9,6 +9,7 @@ from chiasm.attention.choose import AttentionName, choose, make
 from chiasm.attention.flashinfer_backend import FlashInferAttention
 from chiasm.attention.pages import Pools
 from chiasm.models.family import DecoderHalf
+from chiasm.models.residence import Residence, not_captured
 from chiasm.settings import SettingsError
 from decoder_service.compiled import Compiled
 from decoder_service.fixed_rows import FixedRows
@@ -50,7 +51,18 @@ def make_forward(
             is computed as it is written: it would be another graph of each kind, for prompts alone.
         deterministic: no row depends on the others (`FixedRows`). Raises SettingsError together with `compiled`, for
             what a compiler makes of an expression depends on its shape.
+
+    Raises SettingsError for graphs or compilation of a half whose blocks are streamed.
     """
+    if Residence.of(half).streams:
+        if graph_rows:
+            raise not_captured()
+        if compiled:
+            raise SettingsError(
+                "a compiled half is one expression of all its weights, and streamed blocks come between its parts",
+                "--compile",
+                "leave it out, or --layerwise-offload if the weights fit",
+            )
     if deterministic:
         if compiled:
             raise SettingsError(
@@ -80,20 +92,25 @@ def attends(
     )
 
 
-def captured_rows(asked: bool | None, rows: int, kernels: Literal["torch", "flashinfer"]) -> int:
+def captured_rows(
+    asked: bool | None, rows: int, kernels: Literal["torch", "flashinfer"], *, streams: bool = False
+) -> int:
     """The most rows of a step that is to be a CUDA graph; 0 for none.
 
     Args:
         asked: None for graphs where they can be.
         rows: what it is where there are graphs.
         kernels: whose attend.
+        streams: the blocks of the half are streamed.
 
     Raises SettingsError for graphs that are asked for where they cannot be.
     """
+    if asked and streams:
+        raise not_captured()
     if asked and kernels != "flashinfer":
         raise SettingsError(
             "CUDA graphs are of FlashInfer's kernels, and torch's attend here",
             "--cuda-graphs",
             "--attention flashinfer says why; without --cuda-graphs there are graphs where there can be",
         )
-    return 0 if asked is False or kernels != "flashinfer" else rows
+    return 0 if asked is False or streams or kernels != "flashinfer" else rows

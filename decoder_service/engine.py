@@ -1,7 +1,7 @@
 """The decoder half on its device: entries attached, steps computed, both pools accounted for.
 
 It knows sequences, pools and the model; who holds what of the pools is `Holdings`. It knows no request and no wire.
-`attach` and `step` run in one thread at a time.
+`attach`, `step`, `offload` and `load` run in one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from chiasm.attention.pages import ExtentAllocator, PageAllocator, Pools, Run
 from chiasm.cache.form import Form
 from chiasm.models.family import DecoderHalf, Processor
 from chiasm.models.forms import CODECS
+from chiasm.models.offloading import captured, offloaded
+from chiasm.models.residence import Residence
 from chiasm.timeline import UnitName
 from decoder_service.computing import MakeForward, make_forward
 from decoder_service.forward import widened
+from decoder_service.graphs import GraphForward
 from decoder_service.holdings import Holdings
 from decoder_service.prefix import Chain
 from decoder_service.sequence import DecodeSequence
@@ -95,6 +98,7 @@ class DecoderEngine:
     ) -> None:
         self.half = half
         self.deterministic = deterministic
+        self.residence = Residence.of(half)
         self.processor = processor
         pages = -(-text_tokens // page_size)
         self.pages = PageAllocator(pages, page_size)
@@ -116,6 +120,22 @@ class DecoderEngine:
         self._forward = forward(
             half, self.pools, attention, graph_rows=graph_rows, compiled=compiled, deterministic=deterministic
         )
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are CUDA graphs, which read weights where they were: the weights must stay there."""
+        return isinstance(self._forward, GraphForward)
+
+    def offload(self) -> None:
+        """Takes the weights off the device, between two steps. What the pools hold stays. Raises Unsupported
+        OFFLOAD_CAPTURED where steps are CUDA graphs, and as `Residence.offload`."""
+        if self.captured:
+            raise captured()
+        self.residence.offload()
+
+    def load(self) -> None:
+        """Brings them back. Raises as `Residence.load`."""
+        self.residence.load()
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -139,8 +159,10 @@ class DecoderEngine:
         Args:
             payload: of the entry, verified, as its form has it.
 
-        Raises Overloaded if the pool has no room now; nothing is then changed.
+        Raises Overloaded if the pool has no room now, Unavailable OFFLOADED if the weights are not on the device;
+        nothing is then changed.
         """
+        self._check()
         unit = sequence.timeline.find(name)
         sized = sequence.sized(name.slot)
         assert unit is not None and sized is not None, f"{name} is not laid"
@@ -163,8 +185,10 @@ class DecoderEngine:
         """Computes the next rows of several sequences. Returns, for each, (wanted rows, vocabulary) logits, or (wanted
         rows, width) states, in float32 at least; or (layers, wanted rows, width) states as they were computed.
 
-        Raises Overloaded if the self pool has no pages for all of them; nothing is then computed, and no page is taken.
+        Raises Overloaded if the self pool has no pages for all of them, Unavailable OFFLOADED if the weights are not on
+        the device; nothing is then computed, and no page is taken.
         """
+        self._check()
         self.holdings.grow((work.sequence, work.rows) for work in batch)
         step = Step([work.sequence.rows(work.rows) for work in batch])
         ids, positions = _rows(batch)
@@ -215,6 +239,10 @@ class DecoderEngine:
         if not any(map(len, states)):
             return [torch.empty(0, self.half.vocab_size) for _ in states]
         return [*self._forward.logits(torch.cat([*states])).split([*map(len, states)])]
+
+    def _check(self) -> None:
+        if not self.residence.here:
+            raise offloaded()
 
     def detach_moved(self, sequence: DecodeSequence) -> list[UnitName]:
         """Frees what is laid elsewhere now. Returns the units among it, which are to be attached anew. Raises as

@@ -17,6 +17,7 @@ from chiasm.failpoints import Step, nowhere
 from chiasm.models.entries import identity_of
 from chiasm.models.family import Prompt
 from chiasm.models.forms import attachable
+from chiasm.models.offloading import Offloading
 from chiasm.pulse import Pulse, PulsedThreads
 from chiasm.timeline import UnitName
 from decoder_service.drawer import Drawer
@@ -151,6 +152,9 @@ class DecoderModel:
         self._closed = False
         self._device = PulsedThreads(1, "decoder")
         self._large_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._offloading = Offloading(
+            engine.residence, self.run, lambda: len(self._readers) > 0, captured=engine.captured
+        )
 
     @property
     def pulse(self) -> Pulse:
@@ -168,7 +172,9 @@ class DecoderModel:
         return self.scheduler.waiting
 
     def sequence(self, root: bytes) -> DecodeSequence:
-        """A new, empty sequence of a tenant, who shares with nobody else."""
+        """A new, empty sequence of a tenant, who shares with nobody else. Raises Unavailable OFFLOADED if the weights
+        are not on the device, or are leaving it."""
+        self._offloading.check()
         return self.engine.sequence(domain_of(root, self.identity_digest, self._fingerprint))
 
     def token_bytes(self, token: int) -> bytes:
@@ -363,8 +369,22 @@ class DecoderModel:
         finally:
             self.scheduler.leave(seat)
             self._readers.pop(seat.sequence, None)
+            self._offloading.finished()
         if not self._closed:
             self.freed()
+
+    async def offload(self) -> None:
+        """Takes the weights off the device, when every timeline that was let in has ended; one that is live ends when
+        its caller wants. Until they are back new ones are refused with Unavailable OFFLOADED. What is kept for requests
+        to come stays. Cancelled while it waits for timelines it has changed nothing.
+
+        Raises Unsupported OFFLOAD_CAPTURED where steps are CUDA graphs, SettingsError if the host has no room.
+        """
+        await self._offloading.offload()
+
+    async def load(self) -> None:
+        """Brings the weights back. Raises what torch raises if there is no room for them on the device."""
+        await self._offloading.load()
 
     async def close(self) -> None:
         self._closed = True

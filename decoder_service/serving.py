@@ -10,8 +10,9 @@ import torch
 
 from chiasm.allocation import keep_freed
 from chiasm.cache.form import Form
-from chiasm.models.loading import crossing, followed, place
+from chiasm.models.loading import crossing, followed, place, streaming
 from chiasm.models.registry import Model, open_model
+from chiasm.models.residence import Residence
 from chiasm.rpc.process import Process
 from chiasm.rpc.replica import replica
 from chiasm.rpc.turns import Turns
@@ -77,7 +78,7 @@ def _load(
         keep_freed()
     projects = form is Form.STATES and not model.entry_shape.overlaid
     with followed(model, "decoder", lambda done, total: process.loading(model.name, done, total), projects=projects):
-        half = model.decoder(device=device, dtype=dtype, projects=projects)
+        half = model.decoder(device=device, dtype=dtype, projects=projects, streaming=streaming(settings))
         fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass
     text, visual = pool_tokens(
         half, text=settings.text_tokens, visual=settings.visual_tokens, most_bytes=settings.pool_bytes
@@ -92,6 +93,7 @@ def _load(
             settings.cuda_graphs,
             settings.graph_rows,
             attends(half, settings.attention, deterministic=settings.deterministic),
+            streams=Residence.of(half).streams,
         ),
         compiled=settings.compile,
         deterministic=settings.deterministic,

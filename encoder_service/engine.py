@@ -28,6 +28,8 @@ from chiasm.media.patches import resize
 from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.family import EncoderHalf, Grid, MediumPlan, Processor, Trunk
+from chiasm.models.offloading import Offloading
+from chiasm.models.residence import Residence, not_captured
 from encoder_service.batcher import Batcher, Share
 from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds
 from encoder_service.claims import Claims
@@ -58,7 +60,8 @@ class EncoderEngine:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
         max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`.
-        trunk: computes what the half's own would (`device.Device`).
+        trunk: computes what the half's own would (`device.Device`), from graphs: a half whose blocks are streamed has
+            none, and SettingsError says why.
         forms: of entries that it makes, the one first that is made where nothing else is asked for; by default all that
             there are of its half.
         step: as of `device.Device`.
@@ -88,11 +91,20 @@ class EncoderEngine:
         self.half = half
         self.workers_secret = workers_secret
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements, max_unit_patches)
+        self.residence = Residence.of(half)
+        if trunk is not None and self.residence.streams:
+            raise not_captured()
         self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk, step=step)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
         self._flights = Flights()
         self._batcher = Batcher(self.bounds)
         self.publisher = Publisher(store, workers_secret, lambda unit: self.contract(unit.key, unit.grid, unit.form))
+        self._offloading = Offloading(
+            self.residence,
+            lambda work: asyncio.wrap_future(self.device.submit(work)),
+            lambda: len(self._flights) > 0,
+            captured=trunk is not None,
+        )
         self._passes = asyncio.Semaphore(PASSES)
         self._work = asyncio.Event()
         self._claims = Claims(store)
@@ -190,8 +202,9 @@ class EncoderEngine:
             share: of the call that wants it; by default a call of its own.
             shared: its reader is on another node, as of `EntryStore.put`.
 
-        Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full. Equal
-        units in flight are encoded once; a caller that is cancelled leaves the others alone.
+        Raises ServerError NONFINITE if the model produces anything not finite, Overloaded if the store is full,
+        Unavailable OFFLOADED if it would have to be encoded and the weights are not on the device. Equal units in
+        flight are encoded once; a caller that is cancelled leaves the others alone.
         """
         contract = self.contract(unit.key, unit.grid, unit.form)
         try:
@@ -225,6 +238,7 @@ class EncoderEngine:
             raise _ending()
         flight = self._flights.get(unit.key)  # another caller may have come while the store was asked
         if flight is None:
+            self._offloading.check()
             flight = self._flights.begin(unit)
             self._batcher.want(flight, waiter.share)
             self._go()
@@ -247,6 +261,7 @@ class EncoderEngine:
         self._flights.end(flight)
         self._claims.end(flight.unit.key)
         self._work.set()
+        self._offloading.finished()
 
     def _go(self) -> None:
         self._work.set()
@@ -312,6 +327,19 @@ class EncoderEngine:
             passed(flight)
             self._work.set()
 
+    async def offload(self) -> None:
+        """Takes the weights off the device, when every unit in flight is in the store or has failed. Until they are
+        back what the store has is announced, and whatever would have to be encoded is refused with Unavailable
+        OFFLOADED. Cancelled while it waits for units it has changed nothing.
+
+        Raises Unsupported OFFLOAD_CAPTURED where passes are CUDA graphs, SettingsError if the host has no room.
+        """
+        await self._offloading.offload()
+
+    async def load(self) -> None:
+        """Brings the weights back. Raises what torch raises if there is no room for them on the device."""
+        await self._offloading.load()
+
     async def close(self) -> None:
         """Ends the pass that is running and fails what waits, and whatever comes."""
         self._ending = True
@@ -322,6 +350,7 @@ class EncoderEngine:
             for waiter in tuple(flight.waiters):
                 waiter.fail(_ending())
             self._flights.end(flight)
+        self._offloading.finished()
         await self._claims.close()
         for end in (self.resizing.shutdown, self.device.close, self.publisher.close):
             await asyncio.to_thread(end)

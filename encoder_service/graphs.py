@@ -24,7 +24,8 @@ from chiasm.attention.capture import CudaDevice, Device
 from chiasm.attention.choose import varlen_fixed
 from chiasm.attention.varlen import FixedVarlen, FlashVarlen, Kernel, flash
 from chiasm.layers.vit_places import GridPlaces, Places
-from chiasm.models.family import Grid
+from chiasm.models.family import EncoderHalf, Grid
+from chiasm.models.residence import Residence, not_captured
 from chiasm.settings import SettingsError
 
 _log = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class _Bucket:
         self._merged_me.copy_(made)
 
 
-def captured(half: object, asked: bool | None, most_patches: int) -> GraphTrunk | None:
+def captured(half: EncoderHalf, asked: bool | None, most_patches: int) -> GraphTrunk | None:
     """The graphs of a half, captured, or None where there are none to be.
 
     Args:
@@ -176,6 +177,10 @@ def captured(half: object, asked: bool | None, most_patches: int) -> GraphTrunk 
 
     Raises SettingsError for graphs that are asked for where they cannot be.
     """
+    if Residence.of(half).streams:
+        if asked:
+            raise not_captured()
+        return None
     can = isinstance(half, Capturable) and varlen_fixed(half.device, half.dtype, head_dim=half.head_dim)
     if asked and not can:
         raise SettingsError(

@@ -10,7 +10,7 @@ from chiasm.allocation import keep_freed
 from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Limits
 from chiasm.models.family import EncoderHalf, Trunk
-from chiasm.models.loading import crossing, followed, place
+from chiasm.models.loading import crossing, followed, place, streaming
 from chiasm.models.registry import Model, open_model
 from chiasm.rpc.process import Process
 from chiasm.rpc.replica import replica
@@ -82,6 +82,6 @@ def _load(settings: EncoderSettings, process: Process) -> tuple[Model, EncoderHa
     model = open_model(settings.model)
     model.name = settings.name or model.name
     with followed(model, "encoder", lambda done, total: process.loading(model.name, done, total)):
-        half = model.encoder(device=device, dtype=dtype)
+        half = model.encoder(device=device, dtype=dtype, streaming=streaming(settings))
         fingerprint = model.checkpoint.fingerprint  # read once, here, where time may pass
     return model, half, captured(half, settings.cuda_graphs, settings.graph_patches), fingerprint

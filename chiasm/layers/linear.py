@@ -29,6 +29,7 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(inputs, outputs, bias=False, device=device, dtype=dtype)
         self._few_rows = few_rows(device, dtype)
+        self._turned = device.type == "cpu" and not self._few_rows
         self.weight = nn.Parameter(self.laid(self.weight.detach()))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class Linear(nn.Linear):
 
     def laid(self, weight: Tensor) -> Tensor:
         """An (outputs, inputs) weight as this layer keeps it."""
-        return weight if weight.device.type != "cpu" or self._few_rows else weight.t().contiguous().t()
+        return weight.t().contiguous().t() if self._turned else weight
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, inputs) to (rows, outputs)."""
@@ -57,10 +58,10 @@ class Tied(Linear):
     """`Linear` with a weight that another layer holds, in that layer's memory and as it lies there: a head that is the
     table of embeddings."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, device: torch.device) -> None:
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, device=torch.device("meta"), dtype=weight.dtype)
-        self._few_rows = few_rows(weight.device, weight.dtype)
+        self._few_rows = few_rows(device, weight.dtype)
         self.weight = weight
 
     def laid(self, weight: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from chiasm.attention.backend import VarlenAttention
 from chiasm.layers.linear import linear, linear_gelu
 from chiasm.layers.rope import paired, turn, turn_
+from chiasm.layers.stack import Stack
 from chiasm.layers.vit_places import Grid, GridPlaces, Places, PositionEmbedding, VisionRope
 
 PIECE = 1 << 16
@@ -135,7 +136,7 @@ class VisionTransformer(nn.Module):
         self.pos_embed = PositionEmbedding(
             side, channels, merge, align_corners=align_corners, device=device, dtype=dtype
         )
-        self.blocks = nn.ModuleList(
+        self.blocks = Stack(
             VisionBlock(channels, intermediate, heads, eps=eps, device=device, dtype=dtype) for _ in range(depth)
         )
         self.rope = VisionRope(channels // heads, rope_theta, merge, device=device)

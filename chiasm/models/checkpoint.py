@@ -63,7 +63,8 @@ class Tensors(Mapping[str, Tensor]):
             promised = None
         else:
             raise CheckpointError(self.where, [f"neither {single.name} nor {index.name} is there"])
-        self._shards: dict[str, safe_open] = {}  # by tensor name; a shard stays mapped while this object lives
+        self._files: dict[str, Path] = {}  # by tensor name
+        self._mapped: dict[Path, safe_open] = {}  # what was read of them counts as memory of this process
         problems = []
         for file in sorted(set(promised.values())) if promised is not None else [single.name]:
             if file in ("", "..") or Path(file).name != file:
@@ -81,35 +82,46 @@ class Tensors(Mapping[str, Tensor]):
             wanted = held if promised is None else {name for name, place in promised.items() if place == file}
             problems += [f"{file} lacks {name}, which {index.name} promises" for name in sorted(wanted - held)]
             problems += [f"{file} holds {name}, which {index.name} does not list" for name in sorted(held - wanted)]
-            self._shards |= dict.fromkeys(held, shard)
+            self._files |= dict.fromkeys(held, directory / file)
+            self._mapped[directory / file] = shard
         if problems:
             raise CheckpointError(self.where, problems)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._shards[name].get_tensor(name)
+        tensor: Tensor = self._shard(name).get_tensor(name)
         if self.on_read is not None:
             self.on_read(tensor.nbytes)
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shards  # the base class would read the tensor to find out
+        return name in self._files  # the base class would read the tensor to find out
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """safetensors type name and shape, without reading the data."""
-        part = self._shards[name].get_slice(name)
+        part = self._shard(name).get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the tensors that are there among `names`, or of all, without reading the data."""
-        counted = self._shards if names is None else [name for name in names if name in self._shards]
+        counted = self._files if names is None else [name for name in names if name in self._files]
         described = (self.describe(name) for name in counted)
         return sum(math.prod(shape) * _WIDTHS.get(dtype, 1) for dtype, shape in described)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
+        return iter(self._files)
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self._files)
+
+    def unmap(self) -> None:
+        """Lets go of the files. They are opened anew when something more is read."""
+        self._mapped.clear()
+
+    def _shard(self, name: str) -> safe_open:
+        path = self._files[name]
+        if path not in self._mapped:
+            self._mapped[path] = safe_open(path, framework="pt")
+        return self._mapped[path]
 
 
 class Checkpoint:

@@ -22,6 +22,7 @@ from chiasm.cache.store import EntryStore
 from chiasm.cache.tiers import TieredStore, WritePolicy
 from chiasm.failpoints import Step, nowhere
 from chiasm.models.registry import Model
+from chiasm.models.streaming import Streaming
 from chiasm.models.weights import HalfName
 from chiasm.settings import SettingsError, WorkerSettings
 
@@ -91,6 +92,7 @@ def followed(
 ) -> Iterator[None]:
     """Tells, while the block loads one half of a model and asks for its fingerprint, how many of the bytes that have to
     be read for that are read: `progress(done, total)`, after each tensor. What it raises ends the loading.
+    Behind the block the files are let go.
 
     Args:
         projects: the half is a decoder's that projects states.
@@ -114,6 +116,14 @@ def followed(
         progress(total, total)
     finally:
         tensors.on_read = None
+        tensors.unmap()
+
+
+def streaming(settings: WorkerSettings) -> Streaming | None:
+    """How the blocks of a worker's half are streamed; None if all of them are to be on the device."""
+    if not settings.layerwise_offload:
+        return None
+    return Streaming(settings.resident_blocks, settings.pin_memory, settings.offload_dir)
 
 
 def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype | None]:

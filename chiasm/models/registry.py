@@ -23,6 +23,8 @@ from chiasm.layers.lookup import shorten
 from chiasm.models.checkpoint import Checkpoint
 from chiasm.models.family import CutFamily, DecoderHalf, EncoderHalf, EntryShape, Family, Processor, Prompt
 from chiasm.models.finding import SHIPPED, find, name_of
+from chiasm.models.residence import streamed
+from chiasm.models.streaming import Streaming
 from chiasm.models.weights import HalfName, load_half
 from chiasm.tokenizer import Tokenizer
 
@@ -80,16 +82,33 @@ class Model:
         tokenizer = Tokenizer.from_file(self.checkpoint.tokenizer_file)
         return self.family.prompt(self.config, tokenizer, self.checkpoint.chat_template)
 
-    def encoder(self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> EncoderHalf:
-        """The encoder half, filled, without gradients; in the checkpoint's own type unless another is asked for."""
-        return self._half("encoder", self.family.encoder, torch.device(device), dtype)
+    def encoder(
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        streaming: Streaming | None = None,
+    ) -> EncoderHalf:
+        """The encoder half, filled, without gradients; in the checkpoint's own type unless another is asked for.
+
+        Args:
+            streaming: how its blocks come to the device one by one; None for all of them to be there.
+
+        Raises SettingsError if the host has no room for streamed blocks.
+        """
+        return self._half("encoder", self.family.encoder, torch.device(device), dtype, streaming)
 
     def decoder(
-        self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, projects: bool = False
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        projects: bool = False,
+        streaming: Streaming | None = None,
     ) -> DecoderHalf:
         """The decoder half, likewise; `projects`: one that makes keys and values of states."""
         make = partial(self.family.decoder, projects=projects)
-        return self._half("decoder", make, torch.device(device), dtype, projects=projects)
+        return self._half("decoder", make, torch.device(device), dtype, streaming, projects=projects)
 
     @property
     def text_fingerprint(self) -> bytes:
@@ -115,15 +134,20 @@ class Model:
         make: Callable[..., H],
         device: torch.device,
         dtype: torch.dtype | None,
+        streaming: Streaming | None,
         *,
         projects: bool = False,
     ) -> H:
-        with _SkipInit():
+        with _SkipInit(allocate=streaming is None):
             half = make(self.config, device=device, dtype=dtype or self.checkpoint.dtype)
         module = cast(nn.Module, half)
-        load_half(module, name, self.weights, self.checkpoint.tensors, projects=projects)
         module.requires_grad_(False)
+        residence = None if streaming is None else streamed(module, device, streaming)
+        kept = {} if residence is None else residence.kept
+        load_half(module, name, self.weights, self.checkpoint.tensors, projects=projects, kept=kept)
         shorten(module)
+        if residence is not None:
+            residence.begin()
         return half
 
 
@@ -148,9 +172,20 @@ def _cutting(whole: Family[Any], where: str) -> CutFamily[Any]:
 
 
 class _SkipInit(TorchFunctionMode):
-    """Leaves parameters unset where a constructor would draw random numbers that loading overwrites."""
+    """Leaves parameters unset where a constructor would draw random numbers that loading overwrites.
+
+    Args:
+        allocate: their memory is taken. Otherwise they are on `meta`: how large they are and how they lie is known.
+    """
+
+    def __init__(self, *, allocate: bool) -> None:
+        super().__init__()
+        self._allocate = allocate
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
-        return func(*args, **(kwargs or {}))
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if func is torch.empty and not self._allocate:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from chiasm.errors import CheckpointError
 from chiasm.models.checkpoint import Tensors
@@ -95,16 +96,23 @@ class WeightTable:
 
 
 def load_half(
-    module: nn.Module, half: HalfName, table: WeightTable, tensors: Tensors, *, projects: bool = False
+    module: nn.Module,
+    half: HalfName,
+    table: WeightTable,
+    tensors: Tensors,
+    *,
+    projects: bool = False,
+    kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Fills every parameter of `module` from `tensors`, casting to the parameter's type.
 
     Args:
         projects: it is a decoder half that projects states.
+        kept: by their names, what is filled in the place of parameters that are kept elsewhere.
 
     Raises CheckpointError listing every problem found; the module is then not to be used.
     """
-    parameters = dict(module.named_parameters())
+    parameters: dict[str, Tensor] = dict(module.named_parameters()) | dict(kept)
     weights = list(table.of(half, projects=projects))
     declared = {weight.parameter for weight in weights}
     assert declared == set(parameters), f"table and module differ: {sorted(declared ^ set(parameters))}"
@@ -117,8 +125,10 @@ def load_half(
         way, problem = _way(weight, tensors)
         if problem:
             problems.append(problem)
-            continue
-        for part in (part for stored in (_complete(weight, tensors) if weight.tied else (way,)) for part in stored):
+            read = _begun(weight, tensors)
+        else:
+            read = [part for stored in (_complete(weight, tensors) if weight.tied else (way,)) for part in stored]
+        for part in read:
             problems += _check(part, tensors)
     if problems:
         raise CheckpointError(tensors.where, problems)
@@ -134,16 +144,23 @@ def load_half(
 def _way(weight: Weight, tensors: Mapping[str, object]) -> tuple[Sequence[Part], str | None]:
     """The one way in which a weight is stored here, or what is wrong."""
     complete = _complete(weight, tensors)
-    begun = [part.name for way in weight.ways for part in way if part.name in tensors]
+    begun = [part.name for part in _begun(weight, tensors)]
     if complete and (weight.tied or (len(complete) == 1 and len(begun) == len(complete[0]))):
         return complete[0], None
     if complete:
         return (), f"{weight.ways[0][0].name} is there more than once: {', '.join(begun)}"
     if begun:
-        wanted = next(way for way in weight.ways if any(part.name in tensors for part in way))
-        missing = [part.name for part in wanted if part.name not in tensors]
-        return (), f"{weight.ways[0][0].name} is half-filled: {', '.join(missing)} missing"
+        fullest = max(weight.ways, key=lambda way: sum(part.name in tensors for part in way))
+        missing = [part.name for part in fullest if part.name not in tensors]
+        unused = [name for name in begun if name not in {part.name for part in fullest}]
+        beside = f", {', '.join(unused)} unused" if unused else ""
+        return (), f"{weight.ways[0][0].name} is half-filled: {', '.join(missing)} missing{beside}"
     return (), f"{weight.ways[0][0].name} is missing"
+
+
+def _begun(weight: Weight, tensors: Mapping[str, object]) -> list[Part]:
+    """What of a weight is there, in any of its ways."""
+    return [part for way in weight.ways for part in way if part.name in tensors]
 
 
 def _complete(weight: Weight, tensors: Mapping[str, object]) -> list[tuple[Part, ...]]:
@@ -173,7 +190,7 @@ def _check(part: Part, tensors: Tensors) -> list[str]:
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, way: Sequence[Part], tensors: Tensors, order: tuple[int, ...] | None = None) -> None:
+def _fill(parameter: Tensor, way: Sequence[Part], tensors: Tensors, order: tuple[int, ...] | None = None) -> None:
     for part in way:
         rows = parameter if part.rows is None else parameter[part.rows[0] : part.rows[1]]
         rows.copy_(tensors[part.name].reshape(rows.shape))

@@ -114,6 +114,21 @@ class WorkerSettings(SharedStoreSettings, RoleSettings):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
         default=None, description="what it computes in; default: float32 on a CPU, else the checkpoint's own"
     )
+    layerwise_offload: bool = Field(
+        default=False,
+        description="keep the model's blocks on the host and bring them to the device one by one, for weights larger "
+        "than the device; slower, and without CUDA graphs or compilation",
+    )
+    resident_blocks: int = Field(
+        default=2, ge=2, description="blocks that are on the device at a time, where they are brought one by one"
+    )
+    pin_memory: bool = Field(
+        default=True, description="lock the host's memory that blocks are brought from, so that the device copies them"
+    )
+    offload_dir: Path | None = Field(
+        default=None,
+        description="a folder on a disk for a file of the blocks, on a CPU; default: the system's temporary folder",
+    )
     pass_seconds: float = Field(
         default=120.0,
         gt=0,

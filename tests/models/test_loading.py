@@ -128,3 +128,19 @@ async def test_a_file_of_the_shared_store_that_cannot_be_read_is_told_at_the_sta
             pass
     assert caught.value.where == str(tmp_path / "none")
     assert not (tmp_path / "arena").exists(), "nothing was made for it"
+
+
+def test_a_checkpoint_that_was_loaded_is_no_longer_mapped_and_can_be_read_again(tmp_path: Path) -> None:
+    whole = Checkpoint(find("digits"))
+    split(whole, set(whole.tensors), tmp_path / "loaded")
+    model = Model(tmp_path / "loaded")
+
+    def mapped() -> bool:
+        return str(tmp_path / "loaded") in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+    with followed(model, "decoder", lambda done, total: None):
+        half = model.decoder()
+        assert mapped()
+    assert not mapped() and half is not None
+    name = next(iter(whole.tensors))
+    assert torch.equal(model.checkpoint.tensors[name], whole.tensors[name])

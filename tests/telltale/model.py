@@ -24,6 +24,7 @@ from chiasm.cache.tenant import owner
 from chiasm.media.types import Rgb
 from chiasm.models.family import DecoderHalf, EncoderHalf, EntryShape, MediumPlan, Overlay, Trunk
 from chiasm.models.registry import SHIPPED, Model
+from chiasm.models.streaming import Streaming
 from decoder_service.engine import DecoderEngine
 from decoder_service.forward import Forward, Ints
 from encoder_service.engine import EncoderEngine
@@ -206,14 +207,25 @@ class TellingModel(Model):
     def __init__(self) -> None:
         super().__init__(CHECKPOINT)
 
-    def encoder(self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> EncoderHalf:
+    def encoder(
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        streaming: Streaming | None = None,
+    ) -> EncoderHalf:
         vision = self.config.vision
         return TellingEncoder(
             self.entry_shape, self.checkpoint.fingerprint, vision.patch_size, vision.spatial_merge_size
         )
 
     def decoder(
-        self, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, projects: bool = False
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        projects: bool = False,
+        streaming: Streaming | None = None,
     ) -> DecoderHalf:
         text = self.config.text
         prompt = self.prompt()

@@ -18,6 +18,7 @@ from chiasm.layers.decoder_layer import Branches, DecoderLayer
 from chiasm.layers.linear import Linear
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope, rotate
+from chiasm.layers.stack import Stack
 from chiasm.models.family import Overlay
 from chiasm.models.moss_vl.config import Config, TextConfig
 from chiasm.models.moss_vl.crossing import Crossing
@@ -90,7 +91,7 @@ class MossVLDecoder(nn.Module):
         self.embed_tokens = nn.Embedding(t.vocab_size, t.hidden_size, device=device, dtype=dtype)
         numbers = {kind: iter(range(t.num_hidden_layers)) for kind in (DecoderLayer, CrossLayer)}
         kinds = [CrossLayer if i in t.cross_attention_layers else DecoderLayer for i in range(t.num_hidden_layers)]
-        self.layers = nn.ModuleList(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
+        self.layers = Stack(kind(t, layer=next(numbers[kind]), device=device, dtype=dtype) for kind in kinds)
         self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
         self.lm_head = Linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
 

@@ -19,6 +19,7 @@ from chiasm.layers.decoder_layer import DecoderLayer
 from chiasm.layers.linear import Linear, Tied
 from chiasm.layers.norm import RMSNorm
 from chiasm.layers.rope import MultimodalRope
+from chiasm.layers.stack import Stack
 from chiasm.models.family import Overlay
 from chiasm.models.qwen3_vl.config import Config
 
@@ -46,7 +47,7 @@ class Qwen3VLLayers(nn.Module):
         self.taps = config.taps
         self.rope = MultimodalRope(t.head_dim, t.rope_theta, t.mrope_section, device=device)
         self.embed_tokens = nn.Embedding(t.vocab_size, t.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(DecoderLayer(t, layer=i, device=device, dtype=dtype) for i in range(layers))
+        self.layers = Stack(DecoderLayer(t, layer=i, device=device, dtype=dtype) for i in range(layers))
 
     @property
     def projects(self) -> bool:
@@ -115,7 +116,7 @@ class Qwen3VLDecoder(Qwen3VLLayers):
         super().__init__(config, t.num_hidden_layers, device=device, dtype=dtype)
         self.norm = RMSNorm(t.hidden_size, t.rms_norm_eps, device=device, dtype=dtype)
         self.lm_head = (
-            Tied(self.embed_tokens.weight)
+            Tied(self.embed_tokens.weight, device=device)
             if config.tie_word_embeddings
             else Linear(t.hidden_size, t.vocab_size, device=device, dtype=dtype)
         )
