@@ -82,11 +82,11 @@ def _halves(folder: Path, whole: Path) -> dict[str, Path]:
     stored = older(split_qkv(load_file(whole / "model.safetensors")))
     config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
     model = Model(write(folder / "older" / whole.name, config, made=stored))
-    folders = {}
+    folders: dict[str, Path] = {}
     for half in HALVES:
         folders[half] = folder / half / whole.name
         split(model.checkpoint, model.weights.names(half), folders[half])
-    return dict(folders)
+    return folders
 
 
 @pytest.mark.timeout(300)

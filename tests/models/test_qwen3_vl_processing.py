@@ -294,9 +294,14 @@ def test_a_request_says_how_many_frames_it_wants() -> None:
     assert len(frames_of(3, 30.0, min_frames=9)) == 3, "no frame is used twice"
 
 
-@pytest.mark.parametrize("field", ["min_frames", "max_frames"])
-def test_more_frames_than_the_processor_samples_are_refused_with_both_numbers(field: str) -> None:
-    facts, _ = video(300, 30.0, replace(SamplingOptions(), **{field: 65}))
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [("min_frames", SamplingOptions(min_frames=65)), ("max_frames", SamplingOptions(max_frames=65))],
+)
+def test_more_frames_than_the_processor_samples_are_refused_with_both_numbers(
+    field: str, options: SamplingOptions
+) -> None:
+    facts, _ = video(300, 30.0, options)
     with pytest.raises(InvalidRequest) as caught:
         sized(still(64, 64), facts)
     assert (caught.value.reason, caught.value.item) == ("FIELD_OUT_OF_RANGE", "media[1]")
