@@ -29,7 +29,7 @@ from chiasm.media.types import Rgb
 from chiasm.models.entries import contract_of, identity_of
 from chiasm.models.family import EncoderHalf, Grid, MediumPlan, Processor, Trunk
 from encoder_service.batcher import Batcher, Share
-from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds
+from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds, default_patches
 from encoder_service.claims import Claims
 from encoder_service.counts import EngineCounts
 from encoder_service.device import Device, Entry
@@ -57,7 +57,8 @@ class EncoderEngine:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
-        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`.
+        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`; without a `max_patches` it is that of the
+            device (`bounds.default_patches`).
         trunk: computes what the half's own would (`device.Device`).
         forms: of entries that it makes, the one first that is made where nothing else is asked for; by default all that
             there are of its half.
@@ -72,7 +73,7 @@ class EncoderEngine:
         fingerprint: str,
         store: EntryStore,
         workers_secret: bytes,
-        max_patches: int = MAX_PATCHES,
+        max_patches: int | None = None,
         max_units: int = MAX_UNITS,
         max_elements: int = MAX_ELEMENTS,
         max_unit_patches: int = MAX_PATCHES,
@@ -87,6 +88,8 @@ class EncoderEngine:
         self.counts = EngineCounts()
         self.half = half
         self.workers_secret = workers_secret
+        if max_patches is None:
+            max_patches = default_patches(half.device, torch.get_num_threads())
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements, max_unit_patches)
         self.device = Device(half, varlen(half.device, half.dtype, head_dim=half.head_dim), trunk, step=step)
         self.resizing = ThreadPoolExecutor(RESIZING, thread_name_prefix="resize")
