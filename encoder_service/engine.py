@@ -57,8 +57,8 @@ class EncoderEngine:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
-        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`; without a `max_patches` it is that of the
-            device (`bounds.default_patches`).
+        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`; without `max_patches` it is
+            `bounds.default_patches`.
         trunk: computes what the half's own would (`device.Device`).
         forms: of entries that it makes, the one first that is made where nothing else is asked for; by default all that
             there are of its half.
