@@ -1,10 +1,15 @@
 """Output tokens a second of Qwen3-VL, against Hugging Face's `generate` on the same random checkpoint.
 
-One process, bfloat16, the same number of threads. Every request is an image of its own of 224 x 288 and a question; all
-answers have one length. Ours: the whole system, from encoded pictures to the last token: sandbox, encoder, store,
-decoder and router, so many requests at once. Theirs: one static batch of as many, from pixels that were prepared
-before. `ratio_N` is ours over theirs with N requests. The order is A B B A; medians. Nothing of a picture is kept from
-one round to the next.
+Bfloat16, the same number of threads, and as many cores as threads: this process and the media process that it starts
+are bound to them, so nothing of ours runs beside what is counted. Every request is an image of its own of 224 x 288 and
+a question; all answers have one length. Ours: the whole system, from encoded pictures to the last token: sandbox,
+encoder, store, decoder and router, so many requests at once. Theirs: one static batch of as many with SDPA in inference
+mode, prompts of equal length, from patches that were cut before; nothing is decoded, resized or tokenised in their
+time. Both keep the memory that they free, as the services do. `ratio_N` is ours over theirs with N requests. The order
+is A B B A; medians. Nothing of a picture is kept from one round to the next.
+
+`cpu_ratio_N` is the same of processor time: of all threads of this process and of the media process. On a machine that
+others use it is the steadier of the two.
 
 Before anything is timed both answer one request in float32; the tokens must be equal.
 """
@@ -15,18 +20,23 @@ import argparse
 import asyncio
 import io
 import json
+import os
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
+from chiasm.allocation import keep_freed
 from chiasm.local import LocalService, LocalSettings
+from chiasm.media.sandbox import Sandbox
 from chiasm.media.types import Rgb
 from chiasm.models.registry import Model
 from tests import checkpoints_qwen3_vl
@@ -75,6 +85,38 @@ def png(picture: Rgb) -> bytes:
     return encoded.getvalue()
 
 
+class Ran(NamedTuple):
+    """Seconds of one side, by the clock and of processors."""
+
+    clock: float
+    cpu: float
+
+
+class Spent:
+    """Measures from when it is made: of this process, and of the media processes of a sandbox, those that have ended
+    meanwhile too."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._began = self._now()
+
+    def ran(self) -> Ran:
+        return Ran(*(now - then for now, then in zip(self._now(), self._began, strict=True)))
+
+    def _now(self) -> tuple[float, float]:
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = time.process_time() + ended.ru_utime + ended.ru_stime
+        for pid in self._sandbox.pids:
+            with suppress(OSError):  # it has ended just now
+                cpu += time.clock_gettime(_cpu_clock(pid))
+        return time.perf_counter(), cpu
+
+
+def _cpu_clock(pid: int) -> int:
+    """The kernel's clock of a process's processor time, as `clock_getcpuclockid` names it."""
+    return (~pid << 3) | 2
+
+
 class Sides:
     """Both, of one checkpoint."""
 
@@ -85,34 +127,32 @@ class Sides:
         self._tokens = tokens
         self._seed = 0
 
-    async def ours(self, count: int) -> float:
-        """Tokens a second."""
+    async def ours(self, count: int) -> Ran:
         self._seed += 1
         requests = []
         for picture in pictures(count, self._seed):
             requests.append(question(image(png(picture)), QUESTION, model=self._service.name, max_tokens=self._tokens))
             requests[-1].sampling.ignore_eos = True
-        began = time.perf_counter()
+        spent = Spent(self._service.sandbox)
         answers = await asyncio.gather(*(ask(self._service, request) for request in requests))
-        seconds = time.perf_counter() - began
+        ran = spent.ran()
         assert all(len(answer.ids) == self._tokens for answer in answers)
         assert sum(answer.encoded for answer in answers) == count, "no picture is known"
-        return count * self._tokens / seconds
+        return ran
 
-    def hf(self, count: int) -> float:
-        """Tokens a second."""
+    def hf(self, count: int) -> Ran:
         self._seed += 1
         laid = [self._laid(picture) for picture in pictures(count, self._seed)]
         inputs = [self._theirs.inputs(one) for one in laid]
         batch = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
-        began = time.perf_counter()
+        spent = Spent(self._service.sandbox)
         with torch.inference_mode():
             out = self._theirs.model.generate(
                 **batch, max_new_tokens=self._tokens, min_new_tokens=self._tokens, do_sample=False
             )
-        seconds = time.perf_counter() - began
+        ran = spent.ran()
         assert out.shape[1] == batch["input_ids"].shape[1] + self._tokens
-        return count * self._tokens / seconds
+        return ran
 
     def _laid(self, picture: Rgb) -> Laid:
         sequence = self._service.decoder.engine.sequence()
@@ -144,18 +184,19 @@ async def measure(folder: Path, rounds: int, tokens: int) -> dict[str, object]:
         sides = Sides(service, model, theirs, tokens)
         assert await sides.equal(path), "the two answer differently"
         for count in CONCURRENCY:
-            taken: dict[str, list[float]] = {"ours": [], "hf": []}
+            taken: dict[str, list[Ran]] = {"ours": [], "hf": []}
             await sides.ours(count)
             await asyncio.to_thread(sides.hf, count)
             for _ in range(rounds):
                 for side in ("ours", "hf", "hf", "ours"):
-                    rate = await sides.ours(count) if side == "ours" else await asyncio.to_thread(sides.hf, count)
-                    taken[side].append(rate)
-            ours, hf = (statistics.median(taken[side]) for side in ("ours", "hf"))
+                    ran = await sides.ours(count) if side == "ours" else await asyncio.to_thread(sides.hf, count)
+                    taken[side].append(ran)
+            ours, hf = (Ran(*map(statistics.median, zip(*taken[side], strict=True))) for side in ("ours", "hf"))
             result |= {
-                f"ratio_{count}": round(ours / hf, 3),
-                f"ours_per_s_{count}": round(ours, 1),
-                f"hf_per_s_{count}": round(hf, 1),
+                f"ratio_{count}": round(hf.clock / ours.clock, 3),
+                f"cpu_ratio_{count}": round(hf.cpu / ours.cpu, 3),
+                f"ours_per_s_{count}": round(count * tokens / ours.clock, 1),
+                f"hf_per_s_{count}": round(count * tokens / hf.clock, 1),
             }
     finally:
         await service.close()
@@ -175,6 +216,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-options.threads :])
+    keep_freed()
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(measure(Path(folder), options.rounds, options.tokens))
     if not options.json:

@@ -56,7 +56,8 @@ class LocalSettings:
         cache_tenant_bytes: what the entries of one tenant may take of it; None for all.
         cache_ttl: seconds after which an entry that nobody has used is not served; None for never.
         media_workers: processes that open media.
-        max_patches: of one pass through the vision tower; a frame of more goes alone.
+        max_patches: of one pass through the vision tower; a frame of more goes alone. None takes what is best on the
+            device (`encoder_service.bounds`).
         max_unit_patches: of a frame; one of more is refused.
         attention: which kernels the decoder attends with (`chiasm.attention.choose`).
         deterministic: an answer does not depend on what else the decoder computes (`DecoderEngine`).
@@ -75,7 +76,7 @@ class LocalSettings:
     cache_tenant_bytes: int | None = None
     cache_ttl: float | None = None
     media_workers: int = 1
-    max_patches: int = MAX_PATCHES
+    max_patches: int | None = None
     max_unit_patches: int = MAX_PATCHES
     attention: AttentionName = "auto"
     deterministic: bool = False

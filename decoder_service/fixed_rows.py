@@ -119,7 +119,9 @@ class FixedRows:
             x, w = _cancelling(layer, torch.Generator().manual_seed(draw))
             x = x.expand(size, -1).contiguous()
             if isinstance(layer, Linear):
-                made.append(layer.product(x, layer.laid(w)))
+                w = layer.laid(w)
+                made.append(layer.product(x, w))
+                made.append(layer.columns(x.t().contiguous(), w).t() if layer.from_left(size) else made[-1])
             else:
                 made.append(F.linear(x, w, _no_bias(layer)))
         return torch.cat(made, dim=1)

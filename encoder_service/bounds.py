@@ -12,15 +12,31 @@ from typing import TYPE_CHECKING, Final
 from chiasm.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    import torch
+
     from chiasm.models.family import Grid
 
 MAX_PATCHES: Final = 65_536
 """Patches of one picture of 16,777,216 pixels at 16 a side, the largest that the families' defaults resize to."""
 
+PATCHES_A_THREAD: Final = 1024
+"""Patches of a pass on a CPU, for each of its threads. Measured on one core, a patch takes 0.9 to 1.1 times as long in
+a pass of 1,024 as in one of 4,032. Who waits for a pass waits less for a small one, and what was in it is attached
+while the next one is computed."""
+
 MAX_UNITS: Final = 256
 
 MAX_ELEMENTS: Final = 2**31
 """From so many elements of one tensor on, kernels that index with 32 bits read and write elsewhere, in silence."""
+
+
+def default_patches(device: torch.device, threads: int) -> int:
+    """Patches of one pass, where nothing else is said.
+
+    Args:
+        threads: that a CPU computes with.
+    """
+    return min(MAX_PATCHES, PATCHES_A_THREAD * threads) if device.type == "cpu" else MAX_PATCHES
 
 
 @dataclass(frozen=True, slots=True)

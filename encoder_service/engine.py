@@ -31,7 +31,7 @@ from chiasm.models.family import EncoderHalf, Grid, MediumPlan, Processor, Trunk
 from chiasm.models.offloading import Offloading
 from chiasm.models.residence import Residence, not_captured
 from encoder_service.batcher import Batcher, Share
-from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds
+from encoder_service.bounds import MAX_ELEMENTS, MAX_PATCHES, MAX_UNITS, Bounds, default_patches
 from encoder_service.claims import Claims
 from encoder_service.counts import EngineCounts
 from encoder_service.device import Device, Entry
@@ -59,7 +59,8 @@ class EncoderEngine:
     Args:
         fingerprint: of the checkpoint (`Checkpoint.fingerprint`).
         workers_secret: what all workers of a fleet share to tag entries, 32 bytes.
-        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`.
+        max_patches, max_units, max_elements, max_unit_patches: as of `Bounds`; without `max_patches` it is
+            `bounds.default_patches`.
         trunk: computes what the half's own would (`device.Device`), from graphs: a half whose blocks are streamed has
             none, and SettingsError says why.
         forms: of entries that it makes, the one first that is made where nothing else is asked for; by default all that
@@ -75,7 +76,7 @@ class EncoderEngine:
         fingerprint: str,
         store: EntryStore,
         workers_secret: bytes,
-        max_patches: int = MAX_PATCHES,
+        max_patches: int | None = None,
         max_units: int = MAX_UNITS,
         max_elements: int = MAX_ELEMENTS,
         max_unit_patches: int = MAX_PATCHES,
@@ -90,6 +91,8 @@ class EncoderEngine:
         self.counts = EngineCounts()
         self.half = half
         self.workers_secret = workers_secret
+        if max_patches is None:
+            max_patches = default_patches(half.device, torch.get_num_threads())
         self.bounds = Bounds(max_patches, max_units, half.largest_tensor, max_elements, max_unit_patches)
         self.residence = Residence.of(half)
         if trunk is not None and self.residence.streams:

@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 
 from chiasm.cache.form import Form
 from chiasm.settings import WorkerSettings
-from encoder_service.bounds import MAX_PATCHES, MAX_UNITS
+from encoder_service.bounds import MAX_PATCHES, MAX_UNITS, PATCHES_A_THREAD
 
 
 def _forms(value: object) -> object:
@@ -33,10 +33,11 @@ class EncoderSettings(WorkerSettings):
         description="media that are opened or decoded at a time, each in a process of its own; four times as many "
         "videos may be under way, most of them waiting for the model",
     )
-    max_patches: int = Field(
-        default=MAX_PATCHES,
+    max_patches: int | None = Field(
+        default=None,
         ge=0,
-        description="patches of one pass through the vision tower; a larger frame goes alone; 0 for no bound",
+        description="patches of one pass through the vision tower; a larger frame goes alone; 0 for no bound; default: "
+        f"{PATCHES_A_THREAD} for each thread on a CPU, else {MAX_PATCHES}",
     )
     max_units: int = Field(
         default=MAX_UNITS, ge=0, description="units of one pass through the vision tower; 0 for no bound"

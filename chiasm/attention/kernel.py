@@ -21,6 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+FEW_KEYS = 512
+"""Keys up to which the query heads of a single row may be attended each by itself."""
+
 
 def fold(q_nhd: Tensor, kv_heads: int) -> Tensor:
     """(N, H, D) queries as (K, M, D): of each key head, row by row, the query heads that share it."""
@@ -32,6 +35,17 @@ def unfold(out_kmd: Tensor, rows: int) -> Tensor:
     """`fold` taken back: (K, M, D) to (N, H, D) with N = `rows`."""
     unfolded: Tensor = out_kmd.unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)
     return unfolded
+
+
+def single(q_bhd: Tensor, kv_heads: int, keys: int) -> Tensor:
+    """(B, H, D) queries of single rows as `attend` takes them, in the shape in which it is soonest done with them: by
+    key head, or each head by itself. The result, its middle axes flattened, is (B, H, D) either way.
+
+    Measured on CPU in bfloat16 with two queries to a key head, each by itself takes 0.5 to 0.9 times as long up to 512
+    keys: a product of one row needs no keys laid out anew. In float32, and with more queries or keys, it takes longer.
+    """
+    apart = keys <= FEW_KEYS and q_bhd.shape[1] <= 2 * kv_heads and q_bhd.dtype == torch.bfloat16 and q_bhd.is_cpu
+    return q_bhd.unsqueeze(2) if apart else q_bhd.unflatten(1, (kv_heads, -1))
 
 
 def attend(

@@ -17,7 +17,7 @@ from torch import Tensor
 from chiasm.attention import dense
 from chiasm.attention.backend import Step
 from chiasm.attention.cross_plan import Block, Runs, pieces, plan_cross
-from chiasm.attention.kernel import attend, fold, merge, unfold
+from chiasm.attention.kernel import attend, fold, merge, single, unfold
 from chiasm.attention.pages import Pools, Run
 from chiasm.attention.self_plan import Padded, SelfPlan, plan_self
 
@@ -102,7 +102,7 @@ class TorchAttention(TorchVarlen):
     def _look_padded(self, q_bhd: Tensor, batch: _Batch, kv: Tensor) -> Tensor:
         """(B, H, D) of single rows, each over its own part of (K|V, rows, K, D)."""
         k, v = self._gather(kv, batch.slots).transpose(2, 3)
-        return attend(q_bhd.unflatten(1, (self._kv_heads, -1)), k, v, bias=batch.bias)[0].flatten(1, 2)
+        return attend(single(q_bhd, self._kv_heads, k.shape[2]), k, v, bias=batch.bias)[0].flatten(1, 2)
 
     def _continue(self, q_nhd: Tensor, k_nkd: Tensor, v_nkd: Tensor, before: Tensor) -> Tensor:
         """(N, H, D) of rows that see (K|V, rows, K, D) earlier ones whole, and each other causally."""
@@ -137,6 +137,7 @@ class _View:
     def __init__(self, context: Run, kv: Tensor) -> None:
         end = sum(context)
         self._kv_heads, self._dim = kv.shape[3:]
+        self._keys = context.length
         self._seen = kv[:, :, context.start : end].transpose(2, 3).unsqueeze(2).flatten(0, 1).unbind()
         self._own = kv[:, :, end - 1 : end].flatten(0, 1).unbind()
 
@@ -145,13 +146,13 @@ class _View:
         at = 2 * layer
         self._own[at].copy_(k_1kd)
         self._own[at + 1].copy_(v_1kd)
-        folded = q_1hd.reshape(1, self._kv_heads, -1, self._dim)
-        return attend(folded, self._seen[at], self._seen[at + 1])[0].view(1, -1, self._dim)
+        queries = single(q_1hd, self._kv_heads, self._keys)
+        return attend(queries, self._seen[at], self._seen[at + 1])[0].view(1, -1, self._dim)
 
     def look(self, q_hd: Tensor, layer: int) -> Tensor:
         """(H, D) of the row's queries."""
-        folded = q_hd.reshape(1, self._kv_heads, -1, self._dim)
-        return attend(folded, self._seen[2 * layer], self._seen[2 * layer + 1])[0].view(q_hd.shape)
+        queries = single(q_hd.unsqueeze(0), self._kv_heads, self._keys)
+        return attend(queries, self._seen[2 * layer], self._seen[2 * layer + 1])[0].view(q_hd.shape)
 
 
 class _Batch:

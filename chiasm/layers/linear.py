@@ -46,12 +46,18 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """As `forward`, with another weight that is `laid`."""
-        rows = x.shape[0]
-        if rows > self._few_rows:
-            return F.linear(x, weight)
-        if rows == 1:
-            return torch.mv(weight, x[0]).unsqueeze(0)
+        if not self.from_left(x.shape[0]):
+            return torch.mv(weight, x[0]).unsqueeze(0) if self._few_rows and x.shape[0] == 1 else F.linear(x, weight)
         return torch.mm(weight, x.t()).t().contiguous()
+
+    def from_left(self, rows: int) -> bool:
+        """Whether so many rows are multiplied with the weight on the left: who has more than one product to make of
+        them can then leave what lies between on its side, in `columns`, and need not turn it twice."""
+        return 1 < rows <= self._few_rows
+
+    def columns(self, x_cn: Tensor, weight: Tensor) -> Tensor:
+        """(inputs, rows) to (outputs, rows), with a weight that is `laid`."""
+        return torch.mm(weight, x_cn)
 
 
 class Tied(Linear):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chiasm.attention.kernel import attend, fold, merge, products, unfold
+from chiasm.attention.kernel import FEW_KEYS, attend, fold, merge, products, single, unfold
 from tests.attention import judge
 
 ROWS, HEADS, D = 7, 6, 16
@@ -70,6 +70,18 @@ def test_a_batch_hides_the_padding_of_each(how: Product) -> None:
     out, _ = how(q.unflatten(1, (2, -1)), k, v, bias=bias)
     for row, length in enumerate(lengths.tolist()):
         expected = judge.attend(q[row], k[row, :, :length].transpose(0, 1), v[row, :, :length].transpose(0, 1))
+        judge.close(out[row].flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("keys", [9, FEW_KEYS, FEW_KEYS + 1])
+@pytest.mark.parametrize("kv_heads", [1, HEADS // 2, HEADS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_rows_attend_alike_however_their_heads_are_taken(dtype: torch.dtype, kv_heads: int, keys: int) -> None:
+    q = draw(1, 3, HEADS, D, dtype=dtype)
+    k, v = (draw(seed, 3, kv_heads, keys, D, dtype=dtype) for seed in (2, 3))
+    out, _ = attend(single(q, kv_heads, keys), k, v)
+    for row in range(3):
+        expected = judge.attend(q[row], k[row].transpose(0, 1), v[row].transpose(0, 1))
         judge.close(out[row].flatten(0, 1), expected)
 
 

@@ -34,6 +34,14 @@ def test_a_product_is_rows_times_outputs(rows: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [2, FEW_ROWS])
+def test_columns_are_the_same_bits_as_rows(rows: int) -> None:
+    linear, weight = filled(torch.bfloat16)
+    x = draw(rows, 40, seed=2, dtype=torch.bfloat16)
+    assert linear.from_left(rows)
+    assert torch.equal(linear.columns(x.t().contiguous(), weight).t(), linear(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_product_can_be_learnt_through(rows: int, dtype: torch.dtype) -> None:
