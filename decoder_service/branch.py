@@ -17,10 +17,6 @@ from decoder_service.model import DecoderModel
 from decoder_service.reply import Reply
 from decoder_service.sequence import DecodeSequence
 
-FEW_ROWS = 16
-"""Rows from which a prompt whose end cannot be computed yet is worth a step. A step of fewer takes as long as reading
-every weight does, and adds next to nothing to the step in which the rest comes."""
-
 
 class Branch:
     """One sequence.
@@ -144,8 +140,6 @@ class Branch:
         sequence, laid = self.sequence, len(self.sequence.timeline)
         drawing = self.answer.may_draw and sequence.laid_whole and sequence.ready_rows == laid
         rows = min(sequence.ready_rows, laid if drawing else laid - 1) - sequence.computed
-        if not (drawing or self._live or rows >= FEW_ROWS):
-            return
         if rows > 0:
             self._allow()
             self._model.want(self.seat, rows, draws=drawing, allowed=self._allowed)

@@ -367,10 +367,17 @@ async def test_every_answer_carries_the_name_of_its_request(served: Trio, given:
         assert name == "mine" if given != "nowhere" else len(name) == 32
 
 
+async def nothing() -> AsyncIterator[rpb.SessionRequest]:
+    """A caller that says nothing."""
+    silent: list[rpb.SessionRequest] = []
+    for request in silent:
+        yield request
+
+
 async def test_what_is_not_built_answers_unimplemented(served: Trio) -> None:
     async with router(served) as stub:
         with pytest.raises(Unsupported) as caught:
-            async for _ in streamed(stub.Condition(rpb.ConditionRequest())):
+            async for _ in streamed(stub.Session(), nothing()):
                 pass
     assert caught.value.code == "UNIMPLEMENTED"
 

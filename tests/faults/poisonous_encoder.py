@@ -18,7 +18,8 @@ from tests.faults.poison import HELD, HUNG, INNOCENT, PASSES, POISON, SIGNAL, pa
 _pass = Device._pass
 
 
-def _is(pixels: Tensor, colour: tuple[int, int, int]) -> bool:
+def _is(unit: Tensor, colour: tuple[int, int, int]) -> bool:
+    (pixels,) = unit  # of one frame
     return all(int(plane.min()) == int(plane.max()) == value for plane, value in zip(pixels, colour, strict=True))
 
 

@@ -29,7 +29,8 @@ WRITE: dict[str, Write] = {
 }
 HALVES: tuple[HalfName, HalfName] = ("encoder", "decoder")
 
-each_family = pytest.mark.parametrize("family", sorted(families()))
+# One that is cut has a part of the table of the whole.
+each_family = pytest.mark.parametrize("family", sorted(name for name in families() if name in TENSORS))
 each_half = pytest.mark.parametrize("half", HALVES)
 
 
