@@ -114,11 +114,12 @@ class Residence:
         try:
             for streamed in self.streamed:
                 streamed.load()
+            outside = self._carrier.fetch(self._outside_kept, room)()
         except Exception:
             for streamed in self.streamed:
                 streamed.offload()
             raise
-        self._outside.put(self._outside.views(self._carrier.fetch(self._outside_kept, room)()))
+        self._outside.put(self._outside.views(outside))
         self.here = True
 
 

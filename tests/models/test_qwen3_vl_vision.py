@@ -151,6 +151,12 @@ def test_extreme_pixels_make_finite_features(tmp_path: Path, dtype: torch.dtype)
         assert entry.isfinite().all()
 
 
+def test_other_patches_than_the_grids_have_are_refused_with_both_numbers(half: Qwen3VLEncoder) -> None:
+    patches = torch.zeros(20, half.patch_values)
+    with pytest.raises(ValueError, match=r"20 rows of patches came, the grids have 24"):
+        half.encode_patches(patches, [(4, 4), (2, 4)], TorchVarlen())
+
+
 def test_there_are_no_keys_and_values_apart_from_the_states(half: Qwen3VLEncoder) -> None:
     units = drawn()
     with torch.inference_mode():

@@ -101,7 +101,11 @@ class Qwen3VLEncoder(nn.Module):
     def encode_patches(
         self, patches_pv: Tensor, grids: Sequence[Grid], attention: VarlenAttention, trunk: Trunk | None = None
     ) -> list[Tensor]:
-        """Normalised patches (P, values) of `grids`, one unit after another, to (M, W) per unit."""
+        """Normalised patches (P, values) of `grids`, one unit after another, to (M, W) per unit. Raises ValueError with
+        both numbers where there are other patches than the grids have."""
+        wanted = sum(rows * columns for rows, columns in grids)
+        if len(patches_pv) != wanted:
+            raise ValueError(f"{len(patches_pv)} rows of patches came, the grids have {wanted}")
         merged_mw = (trunk or self.trunk)(patches_pv.to(self.device, self.dtype), grids, attention)
         block = self.config.vision.spatial_merge_size**2
         return list(merged_mw.split([rows * columns // block for rows, columns in grids]))
